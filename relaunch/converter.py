@@ -5,6 +5,7 @@ Clients get it from one place: `temporal.data_converter`.
 
 from __future__ import annotations
 
+import zlib
 from functools import cache
 from typing import Any
 
@@ -15,8 +16,17 @@ from temporalio.converter import (
     CompositePayloadConverter,
     DataConverter,
     DefaultPayloadConverter,
+    EncodingPayloadConverter,
     JSONPlainPayloadConverter,
 )
+
+MAX_PLAIN_BYTES = 256 * 1024
+"""A longer payload is compressed. The web UI cannot show it then, but a person could not read it
+there either. The server refuses payloads above 2 MiB: the state of 10,000 nodes and as many jobs is
+10 MiB of JSON, or 0.6 compressed (docs/decisions/0050-one-workflow-per-fleet.md)."""
+MAX_DECOMPRESSED_BYTES = 64 * 1024 * 1024
+"""More is not read: a payload that claims to be larger was not written by relaunch."""
+COMPRESSED = b"json/zlib"
 
 
 @cache
@@ -25,11 +35,45 @@ def _make_adapter(hint: Any) -> TypeAdapter[Any]:
 
 
 class _JsonConverter(PydanticJSONPlainPayloadConverter):
+    def to_payload(self, value: Any) -> Payload | None:
+        payload = super().to_payload(value)
+        if payload is not None and len(payload.data) > MAX_PLAIN_BYTES:
+            payload.metadata["encoding"] = COMPRESSED
+            payload.data = zlib.compress(payload.data)
+        return payload
+
     def from_payload(self, payload: Payload, type_hint: type | None = None) -> Any:
         # A newer release may have written it: fields that are not known here are left out, so that
         # jobs can return to this one. Files and messages of people are checked elsewhere.
         adapter = _make_adapter(Any if type_hint is None else type_hint)
         return adapter.validate_json(payload.data, extra="ignore")
+
+
+class _CompressedJsonConverter(EncodingPayloadConverter):
+    """Reads what `_JsonConverter` has compressed."""
+
+    @property
+    def encoding(self) -> str:
+        return COMPRESSED.decode()
+
+    def to_payload(self, value: Any) -> Payload | None:
+        return None
+
+    def from_payload(self, payload: Payload, type_hint: type | None = None) -> Any:
+        """Raises:
+        ValueError: The payload is damaged, or longer than `MAX_DECOMPRESSED_BYTES`.
+        """
+        decompressor = zlib.decompressobj()
+        try:
+            data = decompressor.decompress(payload.data, MAX_DECOMPRESSED_BYTES)
+        except zlib.error as error:
+            raise ValueError(f"a compressed payload cannot be read: {error}") from error
+        if not decompressor.eof:
+            raise ValueError(
+                "a compressed payload is cut off, or longer than"
+                f" {MAX_DECOMPRESSED_BYTES >> 20} MiB"
+            )
+        return _JsonConverter().from_payload(Payload(data=data), type_hint)
 
 
 class SharedPayloadConverter(CompositePayloadConverter):
@@ -38,7 +82,8 @@ class SharedPayloadConverter(CompositePayloadConverter):
             *(
                 _JsonConverter() if isinstance(one, JSONPlainPayloadConverter) else one
                 for one in DefaultPayloadConverter.default_encoding_payload_converters
-            )
+            ),
+            _CompressedJsonConverter(),
         )
 
 
