@@ -8,12 +8,14 @@ fleet's workflow if there is none.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Protocol, TypeVar
 
 from pydantic import ValidationError
+from pydantic_core import to_json
 from temporalio import activity
 from temporalio.client import (
     Client,
@@ -33,7 +35,7 @@ from relaunch.activities.readings import Listing, NodeReader, NodeSnapshot, list
 from relaunch.activities.stop import StopRanksInput, send_heartbeats, stop_everywhere
 from relaunch.backends.base import Backend, Fleets, identity
 from relaunch.generation import Token
-from relaunch.messages.fleets import FleetFile, FleetInput
+from relaunch.messages.fleets import FleetFile, FleetInput, ReadFleetInput
 from relaunch.messages.ids import FLEET_ID_PREFIX, WORKFLOW_ID_PREFIX
 from relaunch.pool.events import FleetFileContent, PreviousRun
 from relaunch.pool.inventory import read_inventory
@@ -125,9 +127,9 @@ class FleetActivities:
         self._reader = NodeReader()
 
     @activity.defn
-    async def read_fleet(self, fleet: str) -> FleetFile:
+    async def read_fleet(self, input: ReadFleetInput) -> FleetFile:
         try:
-            spec = self._fleets.reload(fleet)
+            spec = self._fleets.reload(input.fleet)
         except (KeyError, ValueError) as error:
             return FleetFile(None, str(error.args[0]))
         # Copy the fleet's user and port into each node, so that a change of either counts as a
@@ -139,7 +141,9 @@ class FleetActivities:
             )
             for node in spec.nodes
         )
-        return FleetFile(FleetFileContent(spec.repairs, tuple(nodes), spec.limits))
+        content = FleetFileContent(spec.repairs, tuple(nodes), spec.limits)
+        digest = hashlib.sha256(to_json(content)).hexdigest()
+        return FleetFile(content if digest != input.digest else None, digest=digest)
 
     @activity.defn
     async def read_last_state(self, fleet: str) -> PreviousRun:

@@ -32,7 +32,7 @@ from relaunch.cli.jobs import ACTIVITY_TIMEOUT, QUERY_TIMEOUT, list_jobs, load_j
 from relaunch.cli.terminal import check_name
 from relaunch.config import ConfigError
 from relaunch.evidence.fields import text
-from relaunch.messages.fleets import FleetFile, FleetInput
+from relaunch.messages.fleets import FleetFile, FleetInput, ReadFleetInput
 from relaunch.messages.ids import FLEET_ID_PREFIX
 from relaunch.messages.jobs import ReportMessage
 from relaunch.pool.events import FleetFileContent
@@ -179,7 +179,7 @@ async def _ask_for_file(
 ) -> FleetFile:
     file: FleetFile = await client.execute_activity(
         "read_fleet",
-        check_name("fleet", fleet),
+        ReadFleetInput(check_name("fleet", fleet)),
         id=f"read_fleet/{fleet}/{uuid.uuid4().hex}",
         task_queue=task_queue,
         result_type=FleetFile,

@@ -65,6 +65,15 @@ class FleetInput:
     inbox: tuple[FleetEvent, ...] = ()
     checked_at: datetime | None = None
     """When the fleet file was last read and the claims were last checked."""
+    file_digest: str = ""
+    """Of the fleet file as last read."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFleetInput:
+    fleet: str
+    digest: str = ""
+    """Of the file as it was last read: the same content is not sent again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +81,11 @@ class FleetFile:
     """What a worker found in its fleet file."""
 
     applied: FleetFileContent | None
+    """None: it cannot be used, or is as it was."""
     wrong: str = ""
-    """Why `applied` is None."""
+    """Why it cannot be used."""
+    digest: str = ""
+    """Of its content, to be compared with the next reading."""
 
 
 class QuarantineMessage(StrictModel):

@@ -6,6 +6,7 @@ elsewhere."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 
@@ -32,9 +33,9 @@ time."""
 MAX_NAMED = 4
 
 
-def count_repairs(state: FleetState) -> int:
+def count_repairs(nodes: Iterable[NodeRecord]) -> int:
     """Return the number of nodes that are being examined or repaired, by any order."""
-    return sum(node.status is NodeStatus.REPAIRING or bool(node.repair) for node in state.nodes)
+    return sum(node.status is NodeStatus.REPAIRING or bool(node.repair) for node in nodes)
 
 
 def max_repairs(state: FleetState) -> int:
@@ -45,10 +46,13 @@ def may_repair(state: FleetState) -> bool:
     return not state.breaker.is_open and not state.breaker.paused
 
 
-def open_if_too_many_out(state: FleetState, now: datetime) -> FleetState:
+def open_if_too_many_out(
+    state: FleetState, now: datetime, notable: Sequence[NodeRecord]
+) -> FleetState:
     """Open the breaker when too many nodes are out."""
-    out = [node.name for node in state.nodes if is_out(node) and not node.is_removed]
-    most = state.limits.resolve("nodes_out", _size(state))
+    out = [node.name for node in notable if is_out(node) and not node.is_removed]
+    size = len(state.nodes) - sum(node.is_removed for node in notable)
+    most = state.limits.resolve("nodes_out", size)
     if len(out) <= most and state.out_when_resumed:
         # The outage that a person knew of when they resumed is over.
         state = replace(state, out_when_resumed=0)
@@ -58,7 +62,7 @@ def open_if_too_many_out(state: FleetState, now: datetime) -> FleetState:
         f", and {state.out_when_resumed} were when it was resumed" if state.out_when_resumed else ""
     )
     reason = (
-        f"{len(out)} of {_size(state)} nodes are out ({join_names(out, MAX_NAMED)}); "
+        f"{len(out)} of {size} nodes are out ({join_names(out, MAX_NAMED)}); "
         f"limits.nodes_out allows {most}{known}"
     )
     return _open(state, reason, now)
@@ -234,22 +238,26 @@ def is_silent_since_reboot(record: NodeRecord) -> bool:
 # --- new repairs
 
 
-def start_repairs(state: FleetState, now: datetime) -> tuple[FleetState, list[RepairRequest]]:
+def start_repairs(
+    state: FleetState, now: datetime, notable: Sequence[NodeRecord]
+) -> tuple[FleetState, list[RepairRequest]]:
     """Start repairs of unused suspects, the oldest first, as far as the limits allow.
 
     Not before it is known which jobs hold nodes and which ranks live on them.
     """
-    room = max_repairs(state) - count_repairs(state)
-    if room <= 0 or not may_repair(state) or not state.is_probed:
+    suspects = [node for node in notable if node.status is NodeStatus.SUSPECT]
+    if not suspects or not may_repair(state) or not state.is_probed:
+        return state, []
+    room = max_repairs(state) - count_repairs(notable)
+    if room <= 0:
         return state, []
     if is_awaiting(state, now) or is_restoring(state, now):
         return state, []
     in_use = {place.node for record in state.claims for place in record.places}
     suspects = [
         node
-        for node in state.nodes
-        if node.status is NodeStatus.SUSPECT
-        and not node.repair
+        for node in suspects
+        if not node.repair
         and node.name not in in_use
         and not (node.probe and node.probe.generations)
     ]

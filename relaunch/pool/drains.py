@@ -8,6 +8,7 @@ it.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 
@@ -23,12 +24,14 @@ from relaunch.text import join_names
 MAX_NAMED = 4
 
 
-def request_drains(state: FleetState, now: datetime) -> tuple[FleetState, list[DrainMessage]]:
+def request_drains(
+    state: FleetState, now: datetime, notable: Sequence[NodeRecord]
+) -> tuple[FleetState, list[DrainMessage]]:
     """Ask the jobs on a wanted node to leave, each once; notify them once when it is no longer
     wanted."""
     wanted = [
         node
-        for node in state.nodes
+        for node in notable
         if node.drain or node.repair_drain or node.asked_jobs or node.status is NodeStatus.SUSPECT
     ]
     if not wanted:

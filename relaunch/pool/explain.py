@@ -5,10 +5,10 @@ Says how many nodes there are, which jobs have the others, and what is broken.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from heapq import nsmallest
 
 from relaunch.evidence.fields import text
 from relaunch.pool.inventory import describe_uses
@@ -49,8 +49,9 @@ class Survey:
     """Facts about all nodes of one kind, the same for every claim."""
 
     holders: tuple[tuple[str, int], ...]
-    """Jobs and how many of the nodes they hold, the largest number first."""
+    """The jobs that hold most of the nodes, and how many, the largest number first."""
     jobs: frozenset[str]
+    """All jobs that hold some of the nodes."""
     out: tuple[str, ...]
     silent: tuple[str, ...]
     blocked: tuple[str, ...]
@@ -123,7 +124,7 @@ class Explainer:
             (job, count) for job, count in survey.holders[: MAX_NAMED + 1] if job != claim.job
         ][:MAX_NAMED]
         if holders:
-            rest = len(survey.holders) - len(holders) - (claim.job in survey.jobs)
+            rest = len(survey.jobs) - len(holders) - (claim.job in survey.jobs)
             more = (
                 f", {rest} more job{'s' * (rest > 1)} hold{'s' * (rest == 1)} the rest"
                 if rest
@@ -165,13 +166,17 @@ class Explainer:
 
     def _make_survey(self, shape: Shape) -> Survey:
         placement = self._placement
-        holders: Counter[str] = Counter()
+        fit_all = placement.fits_all(shape)
+        holders = {
+            job: len(nodes) if fit_all else sum(shape.fits(use.record) for use in nodes)
+            for job, nodes in placement.nodes_of.items()
+        }
+        holders = {job: count for job, count in holders.items() if count}
         out, silent, blocked = [], [], []
-        for use in placement.nodes:
+        for use in placement.list_notable():
             node = use.record
             if not shape.fits(node):
                 continue
-            holders.update(list(use.holders))
             if node.status is not NodeStatus.IN_SERVICE:
                 out.append(f"{node.name} is {node.status} ({text(node.reason, 80)})")
             elif node.probe is not None and node.probe.silent:
@@ -188,12 +193,11 @@ class Explainer:
             0
             if shape.with_spares
             else sum(
-                one.record.spec.spare and one.record.spec.gpus >= shape.gpus and not one.holders
-                for one in placement.nodes
+                one.record.spec.gpus >= shape.gpus and not one.holders for one in placement.spares
             )
         )
         return Survey(
-            tuple(holders.most_common()),
+            tuple(nsmallest(MAX_NAMED + 1, holders.items(), key=lambda each: (-each[1], each[0]))),
             frozenset(holders),
             tuple(out),
             tuple(silent),

@@ -57,13 +57,14 @@ class GrantResult:
     """What one scheduling run grants, and what it needs to know to grant more."""
 
     state: FleetState
-    placement: Placement
     messages: list[GrantMessage]
     probes: list[NodeUse]
     """Nodes to be probed for the claims that still wait."""
 
 
-def grant_nodes(state: FleetState, now: datetime, under_way: frozenset[str]) -> GrantResult:
+def grant_nodes(
+    state: FleetState, now: datetime, under_way: frozenset[str], placement: Placement
+) -> GrantResult:
     """Answer the waiting claims.
 
     A grant may end an offer, and a claim may wait for just the nodes of that offer: the claims are
@@ -73,7 +74,8 @@ def grant_nodes(state: FleetState, now: datetime, under_way: frozenset[str]) -> 
     while True:
         state = end_offers(state, now)
         offers = state.offers
-        allocation = Allocation(state, now, under_way)
+        placement.update(state, now)
+        allocation = Allocation(placement, under_way)
         allocation.run()
         messages += allocation.messages
         claims = tuple(allocation.claims[record.claim.job] for record in state.claims)
@@ -81,7 +83,7 @@ def grant_nodes(state: FleetState, now: datetime, under_way: frozenset[str]) -> 
             state = replace(state, claims=claims, progress_at=allocation.progress_at)
         state = end_offers(state, now)
         if state.offers == offers:
-            return GrantResult(state, allocation.placement, messages, allocation.probes)
+            return GrantResult(state, messages, allocation.probes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +100,9 @@ class PendingClaim:
 class Allocation:
     """One round over all waiting claims, in their order."""
 
-    def __init__(self, state: FleetState, now: datetime, under_way: frozenset[str]) -> None:
-        self.placement = Placement(state, now)
+    def __init__(self, placement: Placement, under_way: frozenset[str]) -> None:
+        state, now = placement.state, placement.now
+        self.placement = placement
         self.claims = {record.claim.job: record for record in state.claims}
         self.messages: list[GrantMessage] = []
         self.probes: list[NodeUse] = []
@@ -363,7 +366,14 @@ class OfferResult:
 
 def offer_nodes(state: FleetState, placement: Placement, now: datetime) -> OfferResult:
     """Offer what no claim waits for to running jobs that would take more."""
-    growing = [record for record in state.claims if _wants_offer(state, record, now)]
+    offered = {one.job for one in state.offers}
+    growing = [
+        record
+        for record in state.claims
+        if record.claim.job not in offered
+        and _takes_more(record, now)
+        and not any(_is_drained(placement, place.node) for place in record.places)
+    ]
     if not growing or any(record.is_waiting for record in state.claims) or why_closed(state, now):
         return OfferResult(state)
     made: list[OfferRecord] = []
@@ -389,19 +399,17 @@ def offer_times(state: FleetState) -> list[datetime]:
     return times + [one.until + OFFER_INTERVAL for one in state.offers]
 
 
-def _wants_offer(state: FleetState, record: ClaimRecord, now: datetime) -> bool:
-    """Return whether the job takes more now, has no offer yet, and is on no node that has to be
-    drained."""
+def _takes_more(record: ClaimRecord, now: datetime) -> bool:
     claim = record.claim
-    if (
-        claim.more_at is None
-        or now < claim.more_at
-        or claim.most <= len(claim.keep)
-        or record.is_closed
-        or record.is_waiting
-    ):
-        return False
-    drained = {node.name for node in state.nodes if node.drain or node.repair_drain}
-    return all(one.job != claim.job for one in state.offers) and not any(
-        place.node in drained for place in record.places
+    return (
+        claim.more_at is not None
+        and now >= claim.more_at
+        and claim.most > len(claim.keep)
+        and not record.is_closed
+        and not record.is_waiting
     )
+
+
+def _is_drained(placement: Placement, name: str) -> bool:
+    node = placement.by_name.get(name)
+    return node is not None and bool(node.record.drain or node.record.repair_drain)

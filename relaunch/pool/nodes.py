@@ -3,6 +3,7 @@ node."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 
@@ -137,10 +138,10 @@ def _return_to_file(record: NodeRecord, now: datetime) -> NodeRecord:
     return put_in_service(record, now, end)
 
 
-def forget_removed_nodes(state: FleetState) -> FleetState:
+def forget_removed_nodes(state: FleetState, notable: Sequence[NodeRecord]) -> FleetState:
     """Remove the nodes that the file no longer names, once no job has them and no repair runs on
     them."""
-    if not any(node.is_removed for node in state.nodes):
+    if not any(node.is_removed for node in notable):
         return state
     held = {place.node for record in state.claims for place in record.places}
     nodes = tuple(
@@ -204,7 +205,9 @@ def _last_generations(record: NodeRecord) -> tuple[LiveGeneration, ...]:
     )
 
 
-def suspect_incomplete_nodes(state: FleetState, now: datetime) -> FleetState:
+def suspect_incomplete_nodes(
+    state: FleetState, now: datetime, notable: Sequence[NodeRecord]
+) -> FleetState:
     """Make nodes that lack GPUs suspects, once they are unused.
 
     A node in use is left to the fault handling of its job.
@@ -212,7 +215,7 @@ def suspect_incomplete_nodes(state: FleetState, now: datetime) -> FleetState:
     if (
         not state.is_probed
         or is_awaiting(state, now)
-        or not any(node.missing_gpus for node in state.nodes)
+        or not any(node.missing_gpus for node in notable)
     ):
         return state
     held = {place.node for record in state.claims for place in record.places}
@@ -361,11 +364,13 @@ def _apply_repair(
     return quarantine(record, RELAUNCH, text(f"repair {fact.outcome}: {fact.reason}"), now)
 
 
-def give_up_overdue_repairs(state: FleetState, now: datetime) -> FleetState:
+def give_up_overdue_repairs(
+    state: FleetState, now: datetime, notable: Sequence[NodeRecord]
+) -> FleetState:
     """Give up repairs that have not reported their end within `REPAIR_TIMEOUT`."""
     for record in [
         one
-        for one in state.nodes
+        for one in notable
         if one.repair_since is not None and now - one.repair_since >= REPAIR_TIMEOUT
     ]:
         after = replace(record, repair="", repair_since=None, repair_acts=False)

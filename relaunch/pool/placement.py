@@ -1,17 +1,21 @@
 """Track which jobs have which nodes, what is free, and choose the nodes that a claim can have.
 
-`grants` decides the order of claims. A placement is built from the fleet's state each time, and
-keeps nothing beyond one run of the scheduler.
+`grants` decides the order of claims. A placement is built from the fleet's state. It can follow the
+state to a later one at the cost of what has changed, and is then as if it had been built anew: the
+tests of the scheduler compare the two at every step.
 """
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import NamedTuple
+from heapq import heappop, heappush
+from itertools import chain, islice
+from operator import attrgetter
+from typing import NamedTuple, TypeVar
 
 from relaunch.pool.inventory import GpuUse
 from relaunch.pool.messages import Claim, Place
@@ -28,6 +32,10 @@ from relaunch.pool.state import (
 SILENCE_TIMEOUT = timedelta(minutes=10)
 """After so long a silence a node is no longer waited for, and other jobs get what a large claim
 would leave free meanwhile."""
+MIN_PROBES = 16
+"""Nodes probed for a claim beyond those that it lacks, if there are so many: some may not
+answer."""
+Key = TypeVar("Key")
 Gpus = tuple[int, ...]
 """GPU indexes of a job's share of a node. Empty: no particular share (all GPUs, or there are
 none)."""
@@ -85,14 +93,24 @@ class NodeUse:
     record: NodeRecord
     position: int
     """In the fleet file."""
+    claimants: dict[str, Gpus] = field(default_factory=dict)
+    """The jobs that have it as far as the state says, and their GPUs."""
     holders: dict[str, Gpus] = field(default_factory=dict)
-    """The jobs that have it, and their GPUs."""
+    """The jobs that have it, and their GPUs, with those that this run of the scheduler granted
+    it."""
+    contested: set[str] = field(default_factory=set)
+    """Jobs that claim what another job has: their claims came so late that a restarted fleet had
+    granted the node elsewhere."""
     offers: dict[str, Gpus] = field(default_factory=dict)
     """The running jobs that may have it or a part of it, if they want to grow."""
     foreign_gpus: frozenset[int] = frozenset()
     """The GPUs that foreign processes use."""
     bucket: tuple[Buckets, BucketKey] | None = None
     """Where it is listed as free."""
+    in_file: tuple[bool, int] | None = None
+    """As what it is counted among the nodes of the file: is a spare, GPUs."""
+    eventual: NodeKind | None = None
+    """As what it is counted among the nodes that jobs may get eventually."""
 
     def __lt__(self, other: NodeUse) -> bool:
         return self.position < other.position
@@ -224,20 +242,36 @@ class Placement:
     """Which jobs have which nodes, and what is free. Grants, offers and reservations change it."""
 
     def __init__(self, state: FleetState, now: datetime) -> None:
+        self._build(state, now)
+
+    def _build(self, state: FleetState, now: datetime) -> None:
         self.state = state
         self.now = now
         self.nodes = [NodeUse(record, position) for position, record in enumerate(state.nodes)]
         self.by_name = {node.name: node for node in self.nodes}
+        self.spares = [node for node in self.nodes if node.record.spec.spare]
         self.reserved: dict[Shape, str] = {}
         """The shapes that nodes are reserved for, and the job of each."""
-        self._contested: set[tuple[str, str]] = set()
-        """(node, job): the job claims what another job has. Its claim came so late that a restarted
-        fleet had granted the node elsewhere."""
+        self.nodes_of: dict[str, dict[NodeUse, None]] = {}
+        """By job: the nodes that it has."""
+        self.notable: set[NodeUse] = set()
+        """Nodes of which there is more to say than that they are in service, answer, and are used
+        by nobody but the jobs that have them."""
+        self.watched: set[NodeUse] = set()
+        """Nodes a probe of which may bring news that a claim waits for."""
+        self.foreign: set[NodeUse] = set()
+        """Nodes that foreign processes use."""
+        self.orphaned: set[NodeUse] = set()
+        """Nodes with ranks of a job that has no claim, or that are not of its newest
+        submission."""
+        self._claims: dict[str, ClaimRecord] = {}
+        self._order: dict[str, int] = {}
+        """Positions of the claims, as soon as they are needed."""
         self._offered: dict[str, list[NodeUse]] = {}
         """By job: the nodes offered to it."""
-        self._generations: dict[str, list[tuple[NodeUse, LiveGeneration]]] = {}
+        self._ranks: dict[str, set[NodeUse]] = {}
         """By job: where its ranks live."""
-        self._last_generations: dict[str, list[tuple[NodeUse, LiveGeneration]]] = {}
+        self._last_ranks: dict[str, set[NodeUse]] = {}
         """By job: where its ranks lived when nodes answered last that are silent now."""
         self._free: Buckets = {}
         self._doubtful: Buckets = {}
@@ -245,27 +279,118 @@ class Placement:
         self._eventual = Counter[NodeKind]()
         self._in_file = Counter[tuple[bool, int]]()
         """By (is a spare, GPUs): how many nodes the fleet file names."""
+        self._touched: set[NodeUse] = set()
+        """Nodes that this run of the scheduler granted or offered."""
+        self._changes: list[tuple[datetime, int]] = []
+        """When the age of what is known of a node makes a difference, and its position; a heap."""
         self._record_claims()
         self._record_offers()
         for node in self.nodes:
+            self._record_ranks(node, node.record)
             self._record_node(node)
 
+    def update(self, state: FleetState, now: datetime) -> None:
+        """Follow the fleet to a later state."""
+        before = self.state
+        if now < self.now or not self._has_same_nodes(state):
+            self._build(state, now)
+            return
+        self.state, self.now, self.reserved = state, now, {}
+        changed, self._touched = self._touched, set()
+        for node in changed:  # a grant holds if the new state has it
+            for job in node.holders.keys() - node.claimants.keys():
+                self.nodes_of[job].pop(node, None)
+        if state.nodes is not before.nodes:
+            changed |= self._take_records(state.nodes)
+        if state.claims is not before.claims:
+            changed |= self._take_claims(state.claims)
+        while self._changes and self._changes[0][0] <= now:
+            changed.add(self.nodes[heappop(self._changes)[1]])
+        for offered in self._offered.values():
+            changed.update(offered)
+        self._offered = {}
+        for node in changed:
+            self._unlist(node)
+            node.offers = {}
+            self._record_holders(node)
+        offered_to = set(changed)
+        self._record_offers()
+        for offered in self._offered.values():
+            offered_to.update(offered)
+        for node in offered_to:
+            self._unlist(node)
+            self._record_node(node)
+
+    def _has_same_nodes(self, state: FleetState) -> bool:
+        """Return whether the fleet has the same nodes, by name, in the same order."""
+        if state.nodes is self.state.nodes:
+            return True
+        return len(state.nodes) == len(self.nodes) and all(
+            node.name == record.name
+            for node, record in zip(self.nodes, state.nodes, strict=True)
+            if node.record is not record
+        )
+
+    def _take_records(self, records: tuple[NodeRecord, ...]) -> set[NodeUse]:
+        changed = set()
+        for node, record in zip(self.nodes, records, strict=True):
+            if node.record is not record:
+                self._record_ranks(node, record)
+                node.record = record
+                changed.add(node)
+        return changed
+
+    def _take_claims(self, claims: tuple[ClaimRecord, ...]) -> set[NodeUse]:
+        before, self._claims = self._claims, {record.claim.job: record for record in claims}
+        self._order = {}
+        jobs = [job for job, record in self._claims.items() if before.get(job) is not record]
+        jobs += [job for job in before if job not in self._claims]
+        changed: set[NodeUse] = set()
+        for job in jobs:
+            changed.update(self.nodes_of.pop(job, ()), self._ranks.get(job, ()))
+            for place in before[job].places if job in before else ():
+                if (node := self.by_name.get(place.node)) is not None:
+                    node.claimants.pop(job, None)
+                    changed.add(node)
+            if (record := self._claims.get(job)) is not None:
+                changed.update(self._record_claim(record))
+        return changed
+
     def _record_claims(self) -> None:
+        self._claims = {record.claim.job: record for record in self.state.claims}
+        held: dict[NodeUse, None] = {}
         for record in self.state.claims:
-            for place in record.places:
-                if (node := self.by_name.get(place.node)) is None:
-                    continue
-                wanted = place.gpus or range(node.record.spec.gpus)
-                if node.holders and not set(wanted) <= set(node.unclaimed_gpus()):
-                    self._contested.add((node.name, record.claim.job))
-                node.holders[record.claim.job] = place.gpus
+            held.update(dict.fromkeys(self._record_claim(record)))
+        for node in held:
+            self._record_holders(node)
+
+    def _record_claim(self, record: ClaimRecord) -> list[NodeUse]:
+        nodes = []
+        for place in record.places:
+            if (node := self.by_name.get(place.node)) is not None:
+                node.claimants[record.claim.job] = place.gpus
+                nodes.append(node)
+        self.nodes_of[record.claim.job] = dict.fromkeys(nodes)
+        return nodes
+
+    def _record_holders(self, node: NodeUse) -> None:
+        """Record the claimants of a node as its holders, in the order of the claims."""
+        node.holders, node.contested = {}, set()
+        jobs: Iterable[str] = node.claimants
+        if len(node.claimants) > 1:
+            if not self._order:
+                self._order = {job: position for position, job in enumerate(self._claims)}
+            jobs = sorted(node.claimants, key=self._order.__getitem__)
+        for job in jobs:
+            gpus = node.claimants[job]
+            wanted = gpus or range(node.record.spec.gpus)
+            if node.holders and not set(wanted) <= set(node.unclaimed_gpus()):
+                node.contested.add(job)
+            node.holders[job] = gpus
 
     def _record_offers(self) -> None:
-        if not self.state.offers:
-            return
-        records = {record.claim.job: record for record in self.state.claims}
         for offer in self.state.offers:
-            if is_reserved(offer, records.get(offer.job), self.now):
+            if is_reserved(offer, self._claims.get(offer.job), self.now):
                 for place in offer.places:
                     if (node := self.by_name.get(place.node)) is not None:
                         self._record_offer(node, offer.job, place.gpus)
@@ -274,21 +399,56 @@ class Placement:
         node.offers[job] = gpus
         self._offered.setdefault(job, []).append(node)
 
+    def _record_ranks(self, node: NodeUse, record: NodeRecord) -> None:
+        """Record where ranks live, by the newest record of a node."""
+        for one in node.record.probe.generations if node.record.probe else ():
+            self._ranks.get(one.job, set()).discard(node)
+        for one in node.record.last_generations:
+            self._last_ranks.get(one.job, set()).discard(node)
+        for one in record.probe.generations if record.probe else ():
+            self._ranks.setdefault(one.job, set()).add(node)
+        for one in record.last_generations:
+            self._last_ranks.setdefault(one.job, set()).add(node)
+
     def _record_node(self, node: NodeUse) -> None:
         record = node.record
-        for one in record.probe.generations if record.probe else ():
-            self._generations.setdefault(one.job, []).append((node, one))
-        for one in record.last_generations:
-            self._last_generations.setdefault(one.job, []).append((node, one))
-        if record.inventory is not None and record.inventory.used:
-            node.foreign_gpus = frozenset(
-                gpu for use in record.foreign_processes for gpu in use.gpus
-            )
-        if not record.is_removed:
-            self._in_file[record.spec.spare, record.spec.gpus] += 1
-        if node.is_eventual(self.now):
-            self._eventual[node.kind] += 1
+        foreign = record.foreign_processes if record.inventory and record.inventory.used else ()
+        node.foreign_gpus = frozenset(gpu for use in foreign for gpu in use.gpus)
+        in_file = None if record.is_removed else (record.spec.spare, record.spec.gpus)
+        _recount(self._in_file, node.in_file, in_file)
+        eventual = node.kind if node.is_eventual(self.now) else None
+        _recount(self._eventual, node.eventual, eventual)
+        node.in_file, node.eventual = in_file, eventual
+        _include(self.foreign, node, bool(node.foreign_gpus))
+        _include(self.watched, node, _is_watched(node))
+        _include(self.notable, node, is_notable(record) or _has_unheld_ranks(node))
+        _include(self.orphaned, node, self._has_orphans(record))
         self._list(node)
+        if (at := self._changes_at(node)) is not None:
+            heappush(self._changes, (at, node.position))
+
+    def _changes_at(self, node: NodeUse) -> datetime | None:
+        """Return when the age of what is known of a node makes a difference; None: only news
+        does."""
+        record = node.record
+        if node.bucket is not None and node.bucket[0] is self._free:
+            known = (record.probed_at, record.inventory_at if record.spec.gpus else None)
+            return min(at for at in known if at is not None) + PROBE_LIFETIME
+        if record.silent_since is None or self.now - record.silent_since >= SILENCE_TIMEOUT:
+            return None
+        return record.silent_since + SILENCE_TIMEOUT
+
+    def _has_orphans(self, record: NodeRecord) -> bool:
+        for one in record.probe.generations if record.probe else ():
+            known = self._claims.get(one.job)
+            if known is None or known.is_closed or one.submission < known.claim.submission:
+                return True
+        return False
+
+    def list_notable(self) -> list[NodeUse]:
+        """Return the notable nodes and those that are offered, in the order of the fleet file."""
+        found = self.notable.union(*self._offered.values())
+        return sorted(found, key=attrgetter("position"))
 
     # --- the lists of free nodes
 
@@ -312,21 +472,34 @@ class Placement:
             return
         buckets, key = node.bucket
         node.bucket = None
-        if node in (bucket := buckets.get(key, [])):  # not if it was reserved for another claim
-            bucket.remove(node)
+        bucket = buckets[key]
+        del bucket[bisect_left(bucket, node)]
+        if not bucket:
+            del buckets[key]
 
     def _fitting(
         self, buckets: Buckets, shape: Shape, without: Collection[NodeUse]
     ) -> Iterator[NodeUse]:
-        """Yield the listed nodes that fit the shape, the best first."""
+        """Yield the listed nodes that fit the shape and are not reserved, the best first."""
         for key in sorted(buckets):
             if (key.is_spare and not shape.with_spares) or key.gpus < shape.gpus:
                 continue
             if key.free < (shape.gpus or key.gpus):
                 continue
-            for node in buckets[key]:
+            for node in self._list_unreserved(buckets[key], key):
                 if node not in without and node.name not in shape.avoid:
                     yield node
+
+    def _list_unreserved(self, bucket: list[NodeUse], key: BucketKey) -> Iterable[NodeUse]:
+        """Return the nodes of a bucket without those reserved for a claim that comes first: all
+        that its shape could use."""
+        avoided: frozenset[str] | None = None
+        for shape in self.reserved:
+            if key.gpus >= shape.gpus and (shape.with_spares or not key.is_spare):
+                avoided = shape.avoid if avoided is None else avoided & shape.avoid
+        if avoided is None:
+            return bucket
+        return [node for node in bucket if node.name in avoided] if avoided else ()
 
     def _own(
         self, record: ClaimRecord, shape: Shape, without: Collection[NodeUse]
@@ -337,7 +510,7 @@ class Placement:
         """
         job = record.claim.job
         mine = {self.by_name[place.node] for place in record.places if place.node in self.by_name}
-        mine.update(node for node, _ in self._generations.get(job, ()))
+        mine.update(self._ranks.get(job, ()))
         mine.update(self._offered.get(job, ()))
         return [
             node
@@ -361,6 +534,12 @@ class Placement:
         # without spares: they could never start.
         return Shape(claim.gpus, claim.running or own < claim.nodes, frozenset(claim.avoid))
 
+    def fits_all(self, shape: Shape) -> bool:
+        """Return whether every node of the file fits the shape, but for those that it avoids."""
+        return all(
+            gpus >= shape.gpus and (shape.with_spares or not spare) for spare, gpus in self._in_file
+        )
+
     def count_in_file(self, shape: Shape) -> int:
         """Return how many nodes of the file fit the shape."""
         return sum(
@@ -379,7 +558,7 @@ class Placement:
                 node is None
                 or name not in places
                 or name in record.claim.avoid
-                or (name, record.claim.job) in self._contested
+                or record.claim.job in node.contested
             ):
                 continue
             drain = node.record.drain or node.record.repair_drain
@@ -421,13 +600,29 @@ class Placement:
                 break
         choice = Choice(kept, new, missing - len(new))
         if choice.missing:
-            doubts = doubts or [*doubtful, *self._fitting(self._doubtful, shape, own)]
-            stale = [node for node in doubts if node.is_only_stale()]
-            choice.is_hopeful, choice.stale = len(stale) >= choice.missing, len(stale)
-            choice.probes = self._due(stale if choice.is_hopeful else doubts)
-            if not choice.is_hopeful:
-                choice.probes += self._find_used_by_others(shape, {*own, *new, *doubts})
+            fitting = chain(doubtful, self._fitting(self._doubtful, shape, own))
+            self._choose_probes(shape, choice, fitting, {*own, *new})
         return choice
+
+    def _choose_probes(
+        self, shape: Shape, choice: Choice, fitting: Iterable[NodeUse], without: set[NodeUse]
+    ) -> None:
+        """Choose which nodes to probe for a claim that lacks some: if stale ones may be enough, a
+        few more of these than it lacks."""
+        doubts = []
+        for node in fitting:
+            doubts.append(node)
+            if not node.is_only_stale():
+                continue
+            choice.stale += 1
+            if is_probe_due(node.record, self.now):
+                choice.probes.append(node)
+            if len(choice.probes) >= choice.missing + MIN_PROBES:
+                break
+        choice.is_hopeful = choice.stale >= choice.missing
+        if not choice.is_hopeful:
+            choice.probes = self._due(doubts)
+            choice.probes += self._find_used_by_others(shape, {*without, *doubts})
 
     def _due(self, nodes: list[NodeUse]) -> list[NodeUse]:
         return [node for node in nodes if is_probe_due(node.record, self.now)]
@@ -437,9 +632,8 @@ class Placement:
         for a probe."""
         return [
             node
-            for node in self.nodes
-            if node.foreign_gpus
-            and node not in without
+            for node in sorted(self.foreign)
+            if node not in without
             and node.is_usable()
             and shape.fits(node.record)
             and node.blocking_processes(shape.gpus)
@@ -466,12 +660,10 @@ class Placement:
                 is_alone or not claim.running or claim.job in node.offers
             )
 
-        for node in (*own, *self._fitting(self._free, shape, without)):
-            if (
-                len(choice) < claim.max_nodes
-                and node.is_ready(self.now, claim.job)
-                and may_have(node)
-            ):
+        for node in chain(own, self._fitting(self._free, shape, without)):
+            if len(choice) == claim.max_nodes:
+                break
+            if node.is_ready(self.now, claim.job) and may_have(node):
                 choice.new.append(node)
         if len(choice) < claim.max_nodes:
             doubts = [
@@ -491,11 +683,8 @@ class Placement:
         taken = {self.by_name[place.node] for place in record.places if place.node in self.by_name}
         own = self._own(record, shape, taken)
         without = {*taken, *own}
-        ready = [
-            node
-            for node in (*own, *self._fitting(self._free, shape, without))
-            if node.is_ready(self.now, claim.job)
-        ][:count]
+        fitting = chain(own, self._fitting(self._free, shape, without))
+        ready = list(islice((one for one in fitting if one.is_ready(self.now, claim.job)), count))
         choice = Choice([], ready, count - len(ready))
         if choice.missing:
             doubts = (*own, *self._fitting(self._doubtful, shape, without))
@@ -540,6 +729,8 @@ class Placement:
                 gpus = tuple(sorted({*before, *gpus})) if before and gpus else ()
             self._unlist(node)
             node.holders[job] = gpus
+            self.nodes_of.setdefault(job, {})[node] = None
+            self._touched.add(node)
             self._list(node)
         return tuple(places)
 
@@ -551,6 +742,7 @@ class Placement:
             places.append(Place(node.name, node.record.spec.address, gpus))
             self._unlist(node)
             self._record_offer(node, record.claim.job, gpus)
+            self._touched.add(node)
             self._list(node)
         return tuple(places)
 
@@ -560,18 +752,7 @@ class Placement:
 
     def reserve(self, job: str, shape: Shape) -> None:
         """Reserve every node that this shape could use, so that later claims do not get it."""
-        if shape in self.reserved:
-            return
-        self.reserved[shape] = job
-        for buckets in (self._free, self._doubtful):
-            for key in list(buckets):
-                if key.gpus < shape.gpus or (key.is_spare and not shape.with_spares):
-                    continue
-                rest = [node for node in buckets[key] if node.name in shape.avoid]
-                if rest:
-                    buckets[key] = rest
-                else:
-                    del buckets[key]
+        self.reserved.setdefault(shape, job)
 
     def find_job_ahead(self, shape: Shape) -> str:
         """Return the job for which nodes of this shape are reserved; empty if there is none."""
@@ -592,12 +773,12 @@ class Placement:
         nodes = {
             self.by_name[place.node] for place in record.inherited if place.node in self.by_name
         }
-        for generations in (self._generations, self._last_generations):
-            nodes.update(
-                node
-                for node, one in generations.get(claim.job, ())
-                if one.submission < claim.submission
-            )
+        for node in self._ranks.get(claim.job, ()):
+            if _has_earlier(node.record.probe.generations if node.record.probe else (), claim):
+                nodes.add(node)
+        for node in self._last_ranks.get(claim.job, ()):
+            if _has_earlier(node.record.last_generations, claim):
+                nodes.add(node)
         return tuple(node.name for node in sorted(nodes) if node.name not in named)
 
     def find_unknown_nodes(self, record: ClaimRecord) -> list[NodeUse]:
@@ -611,7 +792,8 @@ class Placement:
         if claim.running or claim.holds or record.inherited:
             return []
         has_earlier = any(
-            one.submission < claim.submission for _, one in self._generations.get(claim.job, ())
+            node.record.probe is not None and _has_earlier(node.record.probe.generations, claim)
+            for node in self._ranks.get(claim.job, ())
         )
         if not (self.state.restore_error or has_earlier):
             return []
@@ -620,3 +802,61 @@ class Placement:
             for node in self.nodes
             if not node.record.has_answered and not node.record.is_removed
         ]
+
+
+def is_notable(record: NodeRecord) -> bool:
+    """Return whether there is more to say of a node than that it is in service and answers."""
+    probe, inventory = record.probe, record.inventory
+    return (
+        record.status is not NodeStatus.IN_SERVICE
+        or probe is None
+        or bool(probe.silent or probe.busy or probe.inventory_pending)
+        or bool(record.repair or record.asked_jobs or record.is_removed)
+        or record.repair_since is not None
+        or record.drain is not None
+        or record.repair_drain is not None
+        or (inventory is not None and bool(inventory.used or inventory.unreadable))
+        or bool(record.missing_gpus)
+    )
+
+
+def _recount(counts: Counter[Key], before: Key | None, now: Key | None) -> None:
+    """Count a node as something else. What is counted no more is left out."""
+    if before == now:
+        return
+    if now is not None:
+        counts[now] += 1
+    if before is not None:
+        counts[before] -= 1
+        if not counts[before]:
+            del counts[before]
+
+
+def _include(nodes: set[NodeUse], node: NodeUse, is_in: bool) -> None:
+    if is_in:
+        nodes.add(node)
+    else:
+        nodes.discard(node)
+
+
+def _has_unheld_ranks(node: NodeUse) -> bool:
+    probe = node.record.probe
+    return probe is not None and bool(probe.generations) and not node.claimants
+
+
+def _is_watched(node: NodeUse) -> bool:
+    """Return whether a probe of the node may bring news that a claim waits for."""
+    record = node.record
+    if (
+        record.status not in (NodeStatus.IN_SERVICE, NodeStatus.SUSPECT)
+        or record.probe_ordered_at is None
+    ):
+        return False
+    probe, at = record.probe, record.probed_at
+    if probe is None or at is None or at < record.probe_ordered_at:
+        return True
+    return bool(probe.silent or probe.busy) or _has_unheld_ranks(node)
+
+
+def _has_earlier(generations: tuple[LiveGeneration, ...], claim: Claim) -> bool:
+    return any(one.job == claim.job and one.submission < claim.submission for one in generations)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import assert_never
 
 from relaunch.pool import breaker, claims, nodes, restore
@@ -42,7 +42,7 @@ from relaunch.pool.events import (
     ScheduleResult,
 )
 from relaunch.pool.grants import PROBE_WAIT, grant_nodes, offer_nodes, offer_times, yield_time
-from relaunch.pool.messages import Grant
+from relaunch.pool.messages import Claim, Grant
 from relaunch.pool.nodes import (
     INVENTORY_INTERVAL,
     MAX_INVENTORIES,
@@ -61,6 +61,9 @@ CLAIMS_TIMEOUT = timedelta(seconds=30)
 takes ten seconds."""
 RECLAIM_INTERVAL = timedelta(seconds=10)
 """Delay after an order to stop ranks that ended without success."""
+MAX_PROBED = 2048
+"""Nodes probed with one order: their answers are half a megabyte of JSON, and a claim that waits
+for a probe waits for those under way."""
 MIN_WAKE_DELAY = timedelta(seconds=1)
 """Shortest time between two wakes without news."""
 
@@ -107,128 +110,151 @@ def apply_event(state: FleetState, event: FleetEvent, now: datetime) -> FleetSta
 
 
 def schedule(state: FleetState, now: datetime, under_way: frozenset[str]) -> ScheduleResult:
-    """Run every pass once, in this order. A pass sees what those before it have changed.
-
-    First what is known is brought up to date, then nodes are taken out of service and repaired,
-    then nodes are granted, and last the fleet asks for what it does not know.
-
-    Args:
-        state: The state with all events applied.
-        now: Time by the workflow's clock.
-        under_way: Keys of the orders under way: `probe`, `reclaim/JOB/SUBMISSION`.
-    """
-    orders: list[Order] = []
-
-    # What has waited too long is given up first: other passes wait for it.
-    state = restore.give_up_restoring(state, now)
-    state = nodes.give_up_overdue_repairs(state, now)
-    # Nodes go that no job and no repair needs any more, so that they count nowhere below.
-    state = nodes.forget_removed_nodes(state)
-    # Before every node was probed it is unknown which ranks live where: nothing is granted.
-    state = _note_first_probes(state)
-
-    # New suspects come before the breaker, which counts them. While it is open, the passes below
-    # neither repair nor grant.
-    state = nodes.suspect_incomplete_nodes(state, now)
-    state = breaker.open_if_too_many_out(state, now)
-
-    # Needs nothing and hinders nothing: a job with a number that is too low has to submit again.
-    state, late_answers = _answer_late_submissions(state)
-    orders += late_answers
-
-    # Permits come before new repairs: a repair under way is finished first. A permit that is
-    # refused because jobs share the node makes the node a suspect, so the breaker counts again.
-    state, permits = breaker.answer_permit_requests(state, now)
-    state = breaker.open_if_too_many_out(state, now)
-    orders += permits
-    # Repairs come before grants: an unused suspect is repaired now, and is no node to wait for.
-    state, repairs = breaker.start_repairs(state, now)
-    orders += repairs
-    # A suspect that jobs share is drained first. After the repairs, so that only suspects are asked
-    # for that no repair could take.
-    state, drains = request_drains(state, now)
-    orders += drains
-
-    # Waiting claims come before offers: running jobs are offered only what no claim waits for.
-    granted = grant_nodes(state, now, under_way)
-    orders += granted.messages
-    offered = offer_nodes(granted.state, granted.placement, now)
-    orders += offered.messages
-    state = offered.state
-
-    # What the fleet does not know it asks for, and what belongs to no job it stops. After the
-    # grants: a claim that waits says whether the fleet or its job stops ranks before it, and which
-    # nodes have to be probed.
-    state, reminders = _remind_jobs(state)
-    orders += reminders
-    state, reclaims = _reclaim_nodes(state, now, under_way)
-    orders += reclaims
-    wanted = [*granted.probes, *offered.probes]
-    state, probes = _order_probes(state, granted.placement, wanted, now, under_way)
-    orders += probes
-    return ScheduleResult(state, tuple(orders))
+    """Schedule a state as `Scheduler` does, without one that has followed the fleet."""
+    return Scheduler().schedule(state, now, under_way)
 
 
 def next_wake(state: FleetState, now: datetime) -> datetime:
-    """Return when to schedule even if no fact arrives."""
-    times = [(state.swept_at or now) + SWEEP_INTERVAL]
-    later = [one.at + RECLAIM_INTERVAL for one in state.recent_reclaims]
-    later += [record.reason_due_at for record in state.claims if record.reason_due_at is not None]
-    later += [
-        node.repair_since + nodes.REPAIR_TIMEOUT
-        for node in state.nodes
-        if node.repair_since is not None
-    ]
-    if state.awaited_jobs and state.awaited_until is not None:
-        later.append(state.awaited_until)
-    if not state.is_restored and state.restore_until is not None:
-        later.append(state.restore_until)
-    later += [
-        node.probed_at + probe_delay(node, now)
-        for node in state.nodes
-        if node.probed_at is not None and node.probe and node.probe.inventory_pending
-    ]
-    later += offer_times(state)
-    later += [
-        record.waiting_since + PROBE_WAIT
-        for record in state.claims
-        if record.is_waiting
-        and record.waiting_since is not None
-        and record.claim.nodes < record.claim.max_nodes
-    ]
-    if (stuck := yield_time(state)) is not None:
-        later.append(stuck)
-    if not state.is_probed or any(record.is_waiting for record in state.claims):
-        in_use = {place.node for record in state.claims for place in record.places}
-        later += [
-            max(at for at in (node.probed_at, node.probe_ordered_at) if at is not None)
-            + probe_delay(node, now)
-            for node in state.nodes
-            if _is_watched(node, in_use)
-        ]
-        # Foreign processes on these GPUs may be gone by now.
-        later += [
-            node.inventory_at + PROBE_LIFETIME
-            for node in state.nodes
-            if node.inventory_at is not None and node.foreign_processes
-        ]
-    # Times in the past were handled by `schedule`, are no longer needed, or have news on the way.
-    times += [at for at in later if at > now]
-    return max(min(times), now + MIN_WAKE_DELAY)
+    return Scheduler().next_wake(state, now)
 
 
-def _is_watched(node: NodeRecord, in_use: set[str]) -> bool:
-    """Return whether a probe of the node may bring news that a claim waits for."""
-    if (
-        node.status not in (NodeStatus.IN_SERVICE, NodeStatus.SUSPECT)
-        or node.probe_ordered_at is None
-    ):
-        return False
-    if node.probe is None or node.probed_at is None or node.probed_at < node.probe_ordered_at:
-        return True
-    return bool(
-        node.probe.silent or node.probe.busy or (node.probe.generations and node.name not in in_use)
-    )
+class Scheduler:
+    """Schedules one fleet again and again.
+
+    Its results depend on its arguments only. It keeps the placement of the last time, so that a
+    fleet of ten thousand nodes is not gone through for each message: `docs/decisions/0050`.
+    """
+
+    def __init__(self) -> None:
+        self._placement = Placement(FleetState(""), datetime.min.replace(tzinfo=UTC))
+
+    def schedule(
+        self, state: FleetState, now: datetime, under_way: frozenset[str]
+    ) -> ScheduleResult:
+        """Run every pass once, in this order. A pass sees what those before it have changed.
+
+        First what is known is brought up to date, then nodes are taken out of service and repaired,
+        then nodes are granted, and last the fleet asks for what it does not know.
+
+        Args:
+            state: The state with all events applied.
+            now: Time by the workflow's clock.
+            under_way: Keys of the orders under way: `probe`, `reclaim/JOB/SUBMISSION`.
+        """
+        orders: list[Order] = []
+
+        def notable() -> list[NodeRecord]:
+            return self.list_notable(state, now)
+
+        # What has waited too long is given up first: other passes wait for it.
+        state = restore.give_up_restoring(state, now)
+        state = nodes.give_up_overdue_repairs(state, now, notable())
+        # Nodes go that no job and no repair needs any more, so that they count nowhere below.
+        state = nodes.forget_removed_nodes(state, notable())
+        # Before every node was probed it is unknown which ranks live where: nothing is granted.
+        state = _note_first_probes(state)
+
+        # New suspects come before the breaker, which counts them. While it is open, the passes
+        # below neither repair nor grant.
+        state = nodes.suspect_incomplete_nodes(state, now, notable())
+        state = breaker.open_if_too_many_out(state, now, notable())
+
+        # Needs nothing and hinders nothing: a job with a number that is too low has to submit
+        # again.
+        state, late_answers = _answer_late_submissions(state)
+        orders += late_answers
+
+        # Permits come before new repairs: a repair under way is finished first. A permit that is
+        # refused because jobs share the node makes the node a suspect, so the breaker counts again.
+        state, permits = breaker.answer_permit_requests(state, now)
+        state = breaker.open_if_too_many_out(state, now, notable())
+        orders += permits
+        # Repairs come before grants: an unused suspect is repaired now, and is no node to wait for.
+        state, repairs = breaker.start_repairs(state, now, notable())
+        orders += repairs
+        # A suspect that jobs share is drained first. After the repairs, so that only suspects are
+        # asked for that no repair could take.
+        state, drains = request_drains(state, now, notable())
+        orders += drains
+
+        # Waiting claims come before offers: running jobs are offered only what no claim waits for.
+        granted = grant_nodes(state, now, under_way, self._placement)
+        orders += granted.messages
+        offered = offer_nodes(granted.state, self._placement, now)
+        orders += offered.messages
+        state = offered.state
+
+        # What the fleet does not know it asks for, and what belongs to no job it stops. After the
+        # grants: a claim that waits says whether the fleet or its job stops ranks before it, and
+        # which nodes have to be probed.
+        state, reminders = _remind_jobs(state)
+        orders += reminders
+        state, reclaims = _reclaim_nodes(state, now, under_way, self._placement)
+        orders += reclaims
+        wanted = [*granted.probes, *offered.probes]
+        state, probes = _order_probes(state, self._placement, wanted, now, under_way)
+        orders += probes
+        return ScheduleResult(state, tuple(orders))
+
+    def next_wake(self, state: FleetState, now: datetime) -> datetime:
+        """Return when to schedule even if no fact arrives."""
+        times = [(state.swept_at or now) + SWEEP_INTERVAL]
+        later = [one.at + RECLAIM_INTERVAL for one in state.recent_reclaims]
+        later += [
+            record.reason_due_at for record in state.claims if record.reason_due_at is not None
+        ]
+        notable = self.list_notable(state, now)
+        later += [
+            node.repair_since + nodes.REPAIR_TIMEOUT
+            for node in notable
+            if node.repair_since is not None
+        ]
+        if state.awaited_jobs and state.awaited_until is not None:
+            later.append(state.awaited_until)
+        if not state.is_restored and state.restore_until is not None:
+            later.append(state.restore_until)
+        later += [
+            node.probed_at + probe_delay(node, now)
+            for node in notable
+            if node.probed_at is not None and node.probe and node.probe.inventory_pending
+        ]
+        later += offer_times(state)
+        waiting = [record for record in state.claims if record.is_waiting]
+        later += [
+            record.waiting_since + PROBE_WAIT
+            for record in waiting
+            if record.waiting_since is not None and record.claim.nodes < record.claim.max_nodes
+        ]
+        if (stuck := yield_time(state)) is not None:
+            later.append(stuck)
+        if not state.is_probed or waiting:
+            watched = [use.record for use in self._placement.watched]
+            later += [
+                max(at for at in (node.probed_at, node.probe_ordered_at) if at is not None)
+                + probe_delay(node, now)
+                for node in watched
+            ]
+            # Foreign processes on these GPUs may be gone by now.
+            later += [
+                use.record.inventory_at + PROBE_LIFETIME
+                for use in self._placement.foreign
+                if use.record.inventory_at is not None
+            ]
+        # Times in the past were handled by `schedule`, are no longer needed, or have news on the
+        # way.
+        times += [at for at in later if at > now]
+        return max(min(times), now + MIN_WAKE_DELAY)
+
+    def count_free(self, state: FleetState, now: datetime, claim: Claim) -> int:
+        """Return how many free nodes a claim could have beside those that it avoids."""
+        self._placement.update(state, now)
+        return self._placement.count_free(claim)
+
+    def list_notable(self, state: FleetState, now: datetime) -> list[NodeRecord]:
+        """Return the nodes of which there is more to say than that they are in service and
+        answer, in the order of the fleet file."""
+        self._placement.update(state, now)
+        return [use.record for use in self._placement.list_notable()]
 
 
 # --- a restarted fleet
@@ -279,10 +305,10 @@ def _answer_late_submissions(state: FleetState) -> tuple[FleetState, list[GrantM
 
 
 def _reclaim_nodes(
-    state: FleetState, now: datetime, under_way: frozenset[str]
+    state: FleetState, now: datetime, under_way: frozenset[str], placement: Placement
 ) -> tuple[FleetState, list[ReclaimOrder]]:
     """Stop the ranks that no running job stops, each submission again after `RECLAIM_INTERVAL`."""
-    found = _find_orphaned_ranks(state)
+    found = _find_orphaned_ranks(state, placement)
     recent = tuple(one for one in state.recent_reclaims if now - one.at < RECLAIM_INTERVAL)
     ordered = {(one.job, one.submission) for one in recent}
     due = [
@@ -296,7 +322,9 @@ def _reclaim_nodes(
     return state, [ReclaimOrder(*key, tuple(sorted(found[key]))) for key in due]
 
 
-def _find_orphaned_ranks(state: FleetState) -> dict[tuple[str, int], set[str]]:
+def _find_orphaned_ranks(
+    state: FleetState, placement: Placement
+) -> dict[tuple[str, int], set[str]]:
     """Return by (job, submission) the nodes on which ranks of it, or of earlier ones, may live and
     no running job stops them."""
     found: dict[tuple[str, int], set[str]] = defaultdict(set)
@@ -313,9 +341,11 @@ def _find_orphaned_ranks(state: FleetState) -> dict[tuple[str, int], set[str]]:
             found[key].update(nodes)
     if state.awaited_jobs is None:
         return found
+    if not placement.orphaned:
+        return found
     records = {record.claim.job: record for record in state.claims}
     last_claims = {one.job: one for one in state.last_claims}
-    for node in state.nodes:
+    for node in (use.record for use in placement.orphaned):
         for one in node.probe.generations if node.probe else ():
             if one.job in state.awaited_jobs:
                 continue
@@ -356,15 +386,16 @@ def _order_probes(
     under_way: frozenset[str],
 ) -> tuple[FleetState, list[ProbeOrder]]:
     """Probe the nodes that claims and offers wait for, those of which nothing is known, and once in
-    `SWEEP_INTERVAL` all; one order at a time."""
+    `SWEEP_INTERVAL` all; one order at a time, and `MAX_PROBED` nodes with each."""
     if "probe" in under_way or not placement.nodes:
         return state, []
-    if state.swept_at is None or now - state.swept_at >= SWEEP_INTERVAL:
-        uses: Sequence[NodeUse] = placement.nodes
+    swept_at = state.swept_at
+    if swept_at is None or now - swept_at >= SWEEP_INTERVAL:
+        swept_at = now
         state = replace(state, swept_at=now)
-    else:
-        unknown = (use for use in placement.nodes if _is_unknown(use, now))
-        uses = tuple(dict.fromkeys((*wanted, *unknown)))
+    unknown = (use for use in placement.list_notable() if _is_unknown(use, now))
+    unswept = (use for use in placement.nodes if _is_unswept(use, swept_at))
+    uses = tuple(dict.fromkeys((*wanted, *unknown, *unswept)))[:MAX_PROBED]
     if not uses:
         return state, []
     to_read = _choose_inventories(uses, wanted, now)
@@ -376,6 +407,11 @@ def _order_probes(
         tuple(use.name for use in uses), tuple(use.name for use in uses if use in to_read)
     )
     return replace(state, nodes=records, probe_count=state.probe_count + 1), [order]
+
+
+def _is_unswept(use: NodeUse, swept_at: datetime) -> bool:
+    at = use.record.probe_ordered_at
+    return at is None or at < swept_at
 
 
 def _is_unknown(use: NodeUse, now: datetime) -> bool:

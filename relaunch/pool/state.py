@@ -224,6 +224,8 @@ class ClaimRecord:
     def places(self) -> tuple[Place, ...]:
         """Everything that no other job may have: what it holds, what it was granted, and what an
         earlier submission held."""
+        if not self.inherited and self.granted in (None, (), self.claim.holds):
+            return self.claim.holds
         places: dict[str, Place] = {}
         for place in (*self.inherited, *self.claim.holds, *(self.granted or ())):
             other = places.get(place.node)

@@ -32,7 +32,7 @@ from relaunch.activities.fleet import (
 from relaunch.activities.launch import LaunchRanksOutput
 from relaunch.backends.base import Preparation, PrepareOrder, StartedRanks, StartOrder
 from relaunch.generation import Token
-from relaunch.messages.fleets import FleetFile, FleetInput
+from relaunch.messages.fleets import FleetFile, FleetInput, ReadFleetInput
 from relaunch.pool.events import FleetFileContent
 from relaunch.pool.inventory import Inventory
 from relaunch.pool.messages import Claim, Place
@@ -352,15 +352,18 @@ async def test_the_fleet_file_is_read_as_it_is_now_or_its_mistake_said() -> None
     fleet = stand()
     asked, _ = of(fleet)
     known = fleet.fleets.known
-    assert await environment().run(asked.read_fleet, "default") == FleetFile(
-        FleetFileContent("act", known.nodes, FleetLimits())
+    found = await environment().run(asked.read_fleet, ReadFleetInput("default"))
+    assert found == FleetFile(
+        FleetFileContent("act", known.nodes, FleetLimits()), digest=found.digest
     )
-    unknown = await environment().run(asked.read_fleet, "elsewhere")
+    again = await environment().run(asked.read_fleet, ReadFleetInput("default", found.digest))
+    assert again == FleetFile(None, digest=found.digest), "it is as it was"
+    unknown = await environment().run(asked.read_fleet, ReadFleetInput("elsewhere"))
     assert unknown.applied is None
     assert "'elsewhere'" in unknown.wrong and "default" in unknown.wrong
     fleet.fleets.wrong = "fleet.yaml:3: nodes: missing"
     assert (
-        await environment().run(asked.read_fleet, "default")
+        await environment().run(asked.read_fleet, ReadFleetInput("default"))
     ).wrong == "fleet.yaml:3: nodes: missing"
 
 

@@ -14,7 +14,7 @@ from temporalio.exceptions import ApplicationError
 
 with workflow.unsafe.imports_passed_through():
     from relaunch.evidence.causes import Cause
-    from relaunch.messages.fleets import FleetFile, FleetInput
+    from relaunch.messages.fleets import FleetFile, FleetInput, ReadFleetInput
     from relaunch.messages.jobs import AnswerMessage
     from relaunch.pool.events import FleetFileContent
     from relaunch.pool.messages import Claim, DrainRequest, Place
@@ -108,9 +108,11 @@ FILE = FleetFileContent(
 
 
 @activity.defn
-async def read_fleet(fleet: str) -> FleetFile:
-    if fleet != "default":
-        return FleetFile(None, f"fleet {fleet!r} is not served by this worker: expected default")
+async def read_fleet(input: ReadFleetInput) -> FleetFile:
+    if input.fleet != "default":
+        return FleetFile(
+            None, f"fleet {input.fleet!r} is not served by this worker: expected default"
+        )
     return FleetFile(FILE)
 
 

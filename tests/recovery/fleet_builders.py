@@ -25,7 +25,7 @@ from relaunch.pool.events import (
 )
 from relaunch.pool.inventory import GpuUse, Inventory
 from relaunch.pool.messages import Claim, Grant, PermitRequest, Place, Suspect
-from relaunch.pool.scheduler import apply_event, next_wake, schedule
+from relaunch.pool.scheduler import Scheduler, apply_event, next_wake, schedule
 from relaunch.pool.state import ClaimRecord, FleetState, LiveGeneration, NodeProbe, NodeRecord
 from relaunch.spec.fleet import FleetLimits, FleetNode
 
@@ -70,6 +70,7 @@ class Desk:
         self, *specs: FleetNode, jobs: tuple[str, ...] = (), begun: bool = True, **limits: Any
     ) -> None:
         self.now = T0
+        self.scheduler = Scheduler()
         self.busy: set[str] = set()
         self.orders: list[Order] = []
         self.living: dict[str, tuple[LiveGeneration, ...]] = {}
@@ -96,7 +97,9 @@ class Desk:
 
     def settle(self) -> list[Order]:
         """Settle once; the newest orders."""
-        settled = schedule(self.state, self.now, frozenset(self.busy))
+        settled = self.scheduler.schedule(self.state, self.now, frozenset(self.busy))
+        # What the scheduler keeps from the time before makes no difference.
+        assert settled == schedule(self.state, self.now, frozenset(self.busy))
         self.state = settled.state
         self.orders = list(settled.orders)
         return self.orders
@@ -163,7 +166,9 @@ class Desk:
         return next(record for record in self.state.claims if record.claim.job == job)
 
     def wakes_in(self) -> float:
-        return (next_wake(self.state, self.now) - self.now).total_seconds()
+        wake = self.scheduler.next_wake(self.state, self.now)
+        assert wake == next_wake(self.state, self.now)
+        return (wake - self.now).total_seconds()
 
 
 def began(node: str, run: str = "r1", by: str = "fleet gpus") -> RepairStart:

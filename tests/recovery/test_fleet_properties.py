@@ -46,7 +46,7 @@ from relaunch.pool.events import (
 from relaunch.pool.grants import OFFER_TIMEOUT
 from relaunch.pool.messages import Claim, Grant, Offer, PermitRequest, Place, Suspect
 from relaunch.pool.restore import export_state
-from relaunch.pool.scheduler import apply_event, next_wake, schedule
+from relaunch.pool.scheduler import Scheduler, apply_event, next_wake, schedule
 from relaunch.pool.state import ClaimRecord, FleetState, LiveGeneration, NodeProbe, NodeStatus
 from relaunch.spec.fleet import FleetLimits, FleetNode
 from tests.recovery.fleet_builders import T0, Desk, gpus, nodes
@@ -108,6 +108,7 @@ class Job:
 class World:
     def __init__(self) -> None:
         self.now = T0
+        self.scheduler = Scheduler()
         self.state = FleetState("gpus")
         self.ended: tuple[FleetState, ...] = ()
         self.jobs: dict[str, Job] = {}
@@ -162,7 +163,9 @@ class World:
         busy = {"probe"} if self.looking else set()
         busy |= {f"reclaim/{one.job}/{one.submission}" for one in self.reclaiming}
         before = self.state
-        settled = schedule(before, self.now, frozenset(busy))
+        settled = self.scheduler.schedule(before, self.now, frozenset(busy))
+        # what the scheduler keeps from the time before makes no difference
+        assert settled == schedule(before, self.now, frozenset(busy))
         self.state = settled.state
         self.check_quarantines()
         # else a job may say that it holds what was given away, because no rank of it lived there
@@ -180,7 +183,9 @@ class World:
         ]
         # what was ordered is ordered once
         assert news == []
-        assert next_wake(self.state, self.now) > self.now
+        wake = self.scheduler.next_wake(self.state, self.now)
+        assert wake == next_wake(self.state, self.now)
+        assert wake > self.now
 
     def check_quarantines(self) -> None:
         if not self.state.is_restored:

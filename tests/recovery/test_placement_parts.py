@@ -26,14 +26,6 @@ def test_a_job_is_ahead_only_where_a_node_fits_both_shapes() -> None:
         assert Placement.find_job_ahead(pool, shapes[small]) == ahead
 
 
-def test_a_node_reserved_for_another_claim_is_in_no_bucket() -> None:
-    buckets: dict[str, list[Any]] = {"key": []}
-    node: Any = SimpleNamespace(bucket=(buckets, "key"))
-    pool: Any = SimpleNamespace()
-    Placement._unlist(pool, node)
-    assert node.bucket is None and buckets == {"key": []}
-
-
 def test_the_first_reason_to_cancel_counts() -> None:
     once = cancel(Escalation("n1", "Xid 79"), "first")
     assert cancel(once, "second").cancel_reason == "first"

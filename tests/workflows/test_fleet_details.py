@@ -12,6 +12,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from relaunch.pool.inventory import GpuUse, Inventory
 from relaunch.pool.messages import Claim, DrainRequest, PermitRequest, Place
+from relaunch.pool.scheduler import Scheduler
 from relaunch.pool.state import (
     Breaker,
     ClaimRecord,
@@ -38,7 +39,9 @@ def node(name: str, **changes: object) -> NodeRecord:
 
 
 def drawn(state: FleetState, *doing: str) -> list[str]:
-    return fleet_details(state, NOW, doing, "it waits until a job wants nodes").splitlines()
+    notable = Scheduler().list_notable(state, NOW)
+    what_next = "it waits until a job wants nodes"
+    return fleet_details(state, notable, NOW, doing, what_next).splitlines()
 
 
 def fleet(*nodes: NodeRecord, **changes: object) -> FleetState:

@@ -22,8 +22,13 @@ from temporalio.exceptions import (
 from temporalio.workflow import ParentClosePolicy
 
 with workflow.unsafe.imports_passed_through():
-    from relaunch.activities.fleet import ClosedJobsInput, FleetActivities, LookInput, ReclaimInput
-    from relaunch.messages.fleets import FleetFile
+    from relaunch.activities.fleet import (
+        ClosedJobsInput,
+        FleetActivities,
+        LookInput,
+        ReclaimInput,
+    )
+    from relaunch.messages.fleets import FleetFile, ReadFleetInput
     from relaunch.messages.ids import REPAIR_ID_PREFIX
     from relaunch.messages.jobs import NodeRepairInput
     from relaunch.pool.events import PreviousRun, ProbeOrder, ReclaimOrder, RepairRequest
@@ -75,11 +80,11 @@ async def read_last_state(fleet: str) -> PreviousRun | None:
     )
 
 
-async def read_fleet(fleet: str) -> FleetFile | None:
+async def read_fleet(fleet: str, digest: str) -> FleetFile | None:
     return await _await_answer(
         workflow.execute_activity_method(
             FleetActivities.read_fleet,
-            fleet,
+            ReadFleetInput(fleet, digest),
             start_to_close_timeout=READ_TIMEOUT,
             schedule_to_close_timeout=ASK_TIMEOUT,
             retry_policy=KEEP_TRYING,

@@ -3,14 +3,17 @@ why, which jobs wait for what."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
+from typing import TypeVar
 
 from relaunch.pool.inventory import describe_uses
-from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, NodeStatus
+from relaunch.pool.messages import PermitRequest
+from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, NodeStatus, OfferRecord
 from relaunch.text import count_noun, join_names
 from relaunch.workflows.search_attributes import DETAILS_LIMIT
 
+Item = TypeVar("Item")
 MOST_SHOWN = 16
 """Items shown of each list; the query `state` returns all. Together they stay within the server's
 limit."""
@@ -22,17 +25,24 @@ HOW_TO_RESUME = (
 )
 
 
-def fleet_details(state: FleetState, now: datetime, doing: Sequence[str], what_next: str) -> str:
+def fleet_details(
+    state: FleetState,
+    notable: Sequence[NodeRecord],
+    now: datetime,
+    doing: Sequence[str],
+    what_next: str,
+) -> str:
     """Return the page.
 
     Args:
         state: All that the fleet knows.
+        notable: The nodes of which there is more to say than that they are in service and answer.
         now: Time by the workflow's clock.
         doing: What is under way, one clause each.
         what_next: The answer of the query `next`.
     """
-    out = [node for node in state.nodes if node.status is not NodeStatus.IN_SERVICE]
-    odd = [node for node in state.nodes if node.status is NodeStatus.IN_SERVICE and _is_odd(node)]
+    out = [node for node in notable if node.status is not NodeStatus.IN_SERVICE]
+    odd = [node for node in notable if node.status is NodeStatus.IN_SERVICE and _is_odd(node)]
     waiting = [record for record in state.claims if record.is_waiting]
     using = [record for record in state.claims if record.places]
     lines = [f"## {_summary(state, out, odd, using, waiting)}", ""]
@@ -40,25 +50,17 @@ def fleet_details(state: FleetState, now: datetime, doing: Sequence[str], what_n
     lines += [f"**Next** {what_next}", ""]
     if doing:
         lines += [f"**Under way** {_some(doing)}", ""]
-    lines += _section("Out of service", [_out_line(node) for node in out])
-    lines += _section("In service, but not available", [_odd_line(node) for node in odd])
-    gpus = [f"**{node.name}** {note}" for node in state.nodes if (note := _gpu_note(node))]
-    lines += _section("GPUs that foreign processes use, that are missing or cannot be read", gpus)
-    lines += _section("Waiting for nodes", [_waiting_line(record) for record in waiting])
-    asked = [
-        f"{one.node}: {one.step} since {_format_time(one.asked_at)} by `{one.workflow}`:"
-        f" {_cut(one.reason)}"
-        for one in state.requests
-    ]
-    open_offers = [one for one in state.offers if one.places]
-    offers = [
-        f"{_some([place.node for place in one.places])} offered to job {one.job}"
-        f" until {_format_time(one.until)}"
-        for one in open_offers
-    ]
-    lines += _section("Offered to jobs that would take more", offers)
-    lines += _section("Repairs that wait for a permit", asked)
-    lines += _section("In use", [_using_line(record) for record in using])
+    lines += _section("Out of service", out, _out_line)
+    lines += _section("In service, but not available", odd, _odd_line)
+    gpus = [node for node in notable if _gpu_note(node)]
+    lines += _section(
+        "GPUs that foreign processes use, that are missing or cannot be read", gpus, _gpu_line
+    )
+    lines += _section("Waiting for nodes", waiting, _waiting_line)
+    offers = [one for one in state.offers if one.places]
+    lines += _section("Offered to jobs that would take more", offers, _offer_line)
+    lines += _section("Repairs that wait for a permit", state.requests, _request_line)
+    lines += _section("In use", using, _using_line)
     if state.notices:
         lines += [
             "### Notices, newest first",
@@ -157,6 +159,22 @@ def _odd_line(node: NodeRecord) -> str:
     return f"**{node.name}**{_node_notes(node).removeprefix(';')}"
 
 
+def _offer_line(offer: OfferRecord) -> str:
+    nodes = _some([place.node for place in offer.places])
+    return f"{nodes} offered to job {offer.job} until {_format_time(offer.until)}"
+
+
+def _request_line(request: PermitRequest) -> str:
+    return (
+        f"{request.node}: {request.step} since {_format_time(request.asked_at)}"
+        f" by `{request.workflow}`: {_cut(request.reason)}"
+    )
+
+
+def _gpu_line(node: NodeRecord) -> str:
+    return f"**{node.name}** {_gpu_note(node)}"
+
+
 def _gpu_note(node: NodeRecord) -> str:
     if node.inventory is None or not node.spec.gpus:
         return ""
@@ -217,19 +235,19 @@ def _using_line(record: ClaimRecord) -> str:
     return f"**{claim.job}** {_some(names)}{more}{closed}"
 
 
-def _section(title: str, lines: Sequence[str]) -> list[str]:
+def _section(title: str, items: Sequence[Item], describe: Callable[[Item], str]) -> list[str]:
     # Lists, not tables: the web UI renders the cells of a table without space between them.
-    if not lines:
+    if not items:
         return []
     more = (
-        [f"- and {len(lines) - MOST_SHOWN} more: the query `state` has them"]
-        if len(lines) > MOST_SHOWN
+        [f"- and {len(items) - MOST_SHOWN} more: the query `state` has them"]
+        if len(items) > MOST_SHOWN
         else []
     )
     return [
-        f"### {title} ({len(lines)})",
+        f"### {title} ({len(items)})",
         "",
-        *(f"- {line}" for line in lines[:MOST_SHOWN]),
+        *(f"- {describe(item)}" for item in items[:MOST_SHOWN]),
         *more,
         "",
     ]

@@ -52,9 +52,8 @@ with workflow.unsafe.imports_passed_through():
         RunningJobs,
     )
     from relaunch.pool.messages import Claim
-    from relaunch.pool.placement import Placement
     from relaunch.pool.restore import is_restoring
-    from relaunch.pool.scheduler import SWEEP_INTERVAL, apply_event, next_wake, schedule
+    from relaunch.pool.scheduler import SWEEP_INTERVAL, Scheduler, apply_event
     from relaunch.pool.state import FleetState
     from relaunch.spec.fleet import FleetLimits
     from relaunch.text import count_noun
@@ -78,6 +77,7 @@ class Fleet:
     def __init__(self, start: FleetInput) -> None:
         self._name = start.name
         self._state = start.resume or FleetState(name=start.name)
+        self._scheduler = Scheduler()
         self._inbox: list[FleetEvent] = list(start.inbox)
         self._early: list[FleetEvent] = []
         """Facts that arrived before the fleet file was read: they may be about nodes that are not
@@ -88,8 +88,8 @@ class Fleet:
         """The state after the last settling, and what was under way then: while both are unchanged,
         only time brings news."""
         self._wake: datetime | None = None
-        self._file: FleetFileContent | None = None
-        """As last read."""
+        self._file_digest = start.file_digest
+        """Of the fleet file as last read."""
         self._file_wrong = ""
         self._asking: dict[str, asyncio.Task[None]] = {}
         """Questions and orders that the next run can repeat, by key."""
@@ -113,10 +113,12 @@ class Fleet:
                     self._state.is_file_read
                 ):  # before that, a job would get the answer that there are no nodes
                     self._settle()
-                    self._wake = next_wake(self._state, workflow.now())
+                    self._wake = self._scheduler.next_wake(self._state, workflow.now())
                 self._settled = (self._state, frozenset(self._asking))
+                now = workflow.now()
+                notable = self._scheduler.list_notable(self._state, now)
                 workflow.set_current_details(
-                    fleet_details(self._state, workflow.now(), self._doing(), self.next())
+                    fleet_details(self._state, notable, now, self._doing(), self.next())
                 )
             await self._news()
             self._forget_ended()
@@ -167,7 +169,7 @@ class Fleet:
             return
 
     def _settle(self) -> None:
-        settled = schedule(self._state, workflow.now(), frozenset(self._asking))
+        settled = self._scheduler.schedule(self._state, workflow.now(), frozenset(self._asking))
         self._state = settled.state
         for order in settled.orders:
             self._carry_out(order)
@@ -211,11 +213,11 @@ class Fleet:
     async def _check(self) -> None:
         """Read the fleet file, and ask the server which jobs have ended without giving back their
         nodes."""
-        found = await commands.read_fleet(self._name)
-        if found is not None and found.applied is not None:
-            if found.applied != self._file:
+        found = await commands.read_fleet(self._name, self._file_digest)
+        if found is not None and not found.wrong:
+            if found.applied is not None:
                 self._inbox.append(found.applied)
-            self._file, self._file_wrong = found.applied, ""
+            self._file_digest, self._file_wrong = found.digest, ""
         elif found is not None:
             if found.wrong != self._file_wrong:
                 self._inbox.append(MalformedMessage("fleet file", found.wrong))
@@ -304,7 +306,9 @@ class Fleet:
         )
         self._forget_ended()
         checked_at = None if self._check_asked else self._checked_at
-        continue_as_new(FleetInput(self._name, self._state, tuple(self._inbox), checked_at))
+        continue_as_new(
+            FleetInput(self._name, self._state, tuple(self._inbox), checked_at, self._file_digest)
+        )
 
     # --- timing
 
@@ -411,7 +415,7 @@ class Fleet:
         "jobs ask it."
     )
     def count_free(self, claim: Claim) -> int:
-        return Placement(self._state, workflow.now()).count_free(claim)
+        return self._scheduler.count_free(self._state, workflow.now(), claim)
 
     @workflow.query(description="What this fleet does next, or what it waits for.")
     def next(self) -> str:
