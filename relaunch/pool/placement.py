@@ -1,7 +1,7 @@
 """Track which jobs have which nodes, what is free, and choose the nodes that a claim can have.
 
 `grants` decides the order of claims. A placement is built from the fleet's state. It can follow the
-state to a later one at the cost of what has changed, and is then as if it had been built anew: the
+state to a later one at the cost of what has changed, and is then equal to one built from it: the
 tests of the scheduler compare the two at every step.
 """
 
@@ -256,7 +256,7 @@ class Placement:
         """By job: the nodes that it has."""
         self.notable: set[NodeUse] = set()
         """Nodes of which there is more to say than that they are in service, answer, and are used
-        by nobody but the jobs that have them."""
+        only by the jobs that have them."""
         self.watched: set[NodeUse] = set()
         """Nodes a probe of which may bring news that a claim waits for."""
         self.foreign: set[NodeUse] = set()

@@ -68,6 +68,10 @@ a job has waited longer than `HURRY_FOR`, that happens with every sweep."""
 HURRY_FOR = timedelta(minutes=10)
 SHORTEST_WAIT = timedelta(milliseconds=100)
 """So that a time that has just passed causes no busy loop."""
+MAX_EVENTS = 1000
+"""Events of a run before it continues as new. The server suggests it at 4,096; but a continuation
+fails if a message arrives while it is on its way, and the whole run is then replayed, which must
+not take longer than the pause between two messages of a busy fleet."""
 PROBE, CHECK, FIND, REMEMBER = "probe", "check", "find", "remember"
 
 
@@ -290,7 +294,11 @@ class Fleet:
 
     def _continues_as_new(self) -> bool:
         info = workflow.info()
-        wants = info.is_continue_as_new_suggested() or is_build_outdated(info)
+        wants = (
+            info.is_continue_as_new_suggested()
+            or info.get_current_history_length() >= MAX_EVENTS
+            or is_build_outdated(info)
+        )
         # A fleet that has just started first learns what it has and who is on it.
         return wants and self._state.is_file_read and self._state.awaited_jobs is not None
 
