@@ -7,6 +7,7 @@ run twice without any effect on ranks.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -19,8 +20,10 @@ from temporalio.client import AsyncActivityCancelledError, Client
 from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
 
+from relaunch.activities.clocks import read_boot_clock
 from relaunch.activities.gang import WatchedShard
 from relaunch.activities.reports import WatchHeartbeat, WatchRanksInput, WatchReport
+from relaunch.activities.running_watches import RunningWatches
 from relaunch.backends.answers import parse_watch_line
 from relaunch.backends.base import Backend, Fleets, ProtocolError, SeesPeople, Unreachable
 from relaunch.evidence.observations import RanksVanished
@@ -28,14 +31,22 @@ from relaunch.job.hang import Pace
 from relaunch.job.places import explain_forgotten, find_doubt, parse_place
 from relaunch.spec.policy import Timeouts
 
+MAX_HEARTBEAT_TIMEOUT = timedelta(seconds=30)
+BEAT_INTERVAL_S = 3.0
+"""Seconds between two heartbeats of a watch: how old the progress is that people see, and how long
+a cancellation takes on a server that does not push it."""
+MAX_BEATS_PER_S = 100
+"""Heartbeats of all watches of one worker per second, as long as their time-outs allow: one synced
+SQLite file takes 370 writes a second."""
 RECONNECT_DELAYS_S = (0.1, 2.0)
 """Seconds between two attempts to reach a node: the first and the longest delay."""
 
 
 class WatchActivities:
-    def __init__(self, fleets: Fleets, client: Client) -> None:
+    def __init__(self, fleets: Fleets, client: Client, running: RunningWatches) -> None:
         self._fleets = fleets
         self._client = client
+        self._running = running
 
     @activity.defn
     async def watch_ranks(self, input: WatchRanksInput) -> WatchReport:
@@ -55,7 +66,8 @@ class WatchActivities:
             pace = replace(before.pace, step=None, highest=None, position=None, advanced_at=None)
         gang = WatchedShard(input, pace, before)
         try:
-            return await self._watch(gang, info.task_token)
+            with self._running.record(info.task_token):
+                return await self._watch(gang, info.task_token)
         except ExceptionGroup as group:
             # Not `except*`: in Python 3.11.2, that of Debian 12, it wraps what its body raises.
             ours, others = group.split(ApplicationError)
@@ -82,10 +94,7 @@ class WatchActivities:
                 tasks.create_task(_follow(partial(self._reach, input.fleet, node), gang, node))
                 for node in input.nodes
             ]
-            beating = tasks.create_task(_keep_heartbeating(gang, beat_interval(input.timeouts)))
-            lease = tasks.create_task(
-                self._keep_leases(gang, task_token, renewal_interval(input.timeouts))
-            )
+            lease = tasks.create_task(self._keep_leases(gang, task_token))
             reporting = tasks.create_task(gang.report())
             looking = tasks.create_task(
                 gang.keep_looking(lambda node: self._reach(input.fleet, node, None))
@@ -103,21 +112,24 @@ class WatchActivities:
                     )
                 return await reporting
             finally:
-                for task in (*watchers, beating, lease, reporting, looking, leaving):
+                for task in (*watchers, lease, reporting, looking, leaving):
                     task.cancel()
 
-    async def _keep_leases(self, gang: WatchedShard, task_token: bytes, interval: float) -> None:
-        """Renew leases, only after the server acknowledged that this attempt is the current one.
+    async def _keep_leases(self, gang: WatchedShard, task_token: bytes) -> None:
+        """Heartbeat with the current progress, and renew leases.
 
-        Each renewal needs such an acknowledgement. A watch that was superseded, or that cannot
-        reach the server, renews nothing: nodes then ask their peers.
+        Only after the server acknowledged that this attempt is the current one: each renewal needs
+        such an acknowledgement. A watch that was superseded, or that cannot reach the server,
+        renews nothing: nodes then ask their peers.
         """
         handle = self._client.get_async_activity_handle(task_token=task_token)
+        renewed_at = -math.inf
         while True:
+            interval = beat_interval(gang.input.timeouts, self._running.count)
             stamps = gang.stamps()
             details = gang.heartbeat()
             try:
-                await handle.heartbeat(details)
+                await handle.heartbeat(details, rpc_timeout=timedelta(seconds=interval))
             except AsyncActivityCancelledError:
                 activity.heartbeat(details)  # its answer tells the SDK, which cancels this
                 await asyncio.sleep(interval)
@@ -133,7 +145,10 @@ class WatchActivities:
                     error,
                 )
             else:
-                await gang.renew(stamps)
+                due = renewed_at + renewal_interval(gang.input.timeouts) - interval / 2
+                if stamps and read_boot_clock() >= due:
+                    await gang.renew(stamps)
+                    renewed_at = read_boot_clock()
             await gang.wait_for_beat(interval)
 
 
@@ -155,29 +170,32 @@ def _read_previous(details: Sequence[Any]) -> WatchHeartbeat | None:
         return None
 
 
-async def _keep_heartbeating(gang: WatchedShard, interval: float) -> None:
-    """Heartbeat with the current progress. Whether the server received it is not reported."""
-    while True:
-        activity.heartbeat(gang.heartbeat())
-        await gang.wait_for_beat(interval)
+def heartbeat_timeout(timeouts: Timeouts) -> timedelta:
+    """Return after how long without a heartbeat another worker watches.
+
+    Within half of a lease, so that no node notices. A worker that is started again takes over at
+    once what it had before (`RunningWatches`).
+    """
+    return max(timedelta(seconds=3), min(MAX_HEARTBEAT_TIMEOUT, timeouts.lease))
 
 
-def beat_interval(timeouts: Timeouts) -> float:
+def beat_interval(timeouts: Timeouts, watches: int) -> float:
     """Return the seconds between two heartbeats to the server.
 
-    Three may be lost before another worker takes over.
+    Three may be lost before another worker takes over. Each heartbeat is a write to the server's
+    database: the more watches a worker has, the more rarely each of them sends one.
 
-    Each heartbeat is a write to the server's database: a thousand jobs that send one every second
-    are more than one SQLite file can take.
+    Args:
+        timeouts: Those of the generation.
+        watches: How many this worker has.
     """
-    return min(3.0, timeouts.lease.total_seconds() / 4)
+    least = min(BEAT_INTERVAL_S, renewal_interval(timeouts))
+    most = heartbeat_timeout(timeouts).total_seconds() / 3
+    return min(most, max(least, watches / MAX_BEATS_PER_S))
 
 
 def renewal_interval(timeouts: Timeouts) -> float:
-    """Return the seconds between two acknowledged heartbeats, each of which renews the leases.
-
-    Several of them fit into the rest of a lease.
-    """
+    """Return the seconds between two renewals of a lease. Several fit into the rest of one."""
     return timeouts.lease.total_seconds() / 6
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from temporalio.client import Client
 from temporalio.runtime import PrometheusConfig, Runtime, TelemetryConfig
+from temporalio.service import RPCError
 from temporalio.worker import PollerBehaviorAutoscaling, Worker
 
 from relaunch.activities.examine import NodeActivities
@@ -28,6 +29,7 @@ from relaunch.activities.logs import LogActivities
 from relaunch.activities.notify import PeopleActivities
 from relaunch.activities.records import RecordActivities
 from relaunch.activities.repairs import RepairActivities
+from relaunch.activities.running_watches import RunningWatches
 from relaunch.activities.task_events import TaskEvents
 from relaunch.activities.watch import WatchActivities
 from relaunch.backends.artifact import build_agent
@@ -39,6 +41,7 @@ from relaunch.config import ConfigError, Settings, describe_settings, read_setti
 from relaunch.handover import Handover
 from relaunch.spec.fleet import FleetSpec
 from relaunch.temporal import connect, ensure_namespace, read_server_id
+from relaunch.text import count_noun
 from relaunch.workflows.fleet.workflow import Fleet
 from relaunch.workflows.node_repair.workflow import NodeRepair
 from relaunch.workflows.runner import TaskRunner
@@ -48,6 +51,8 @@ WORKFLOW_TASKS = 8
 """Maximum number of concurrent workflow tasks. They share one interpreter: of a hundred at once,
 each would take as long as all of them together, exceed the workflow task timeout and be retried,
 endlessly."""
+WATCHES = "watches"
+"""Folder, in the state folder, of the watches that each worker has."""
 OTHER_ACTIVITIES = 50
 """Activity slots in addition to those of the watches: launches, stops, reading logs. A watch holds
 its slot for as long as the job runs."""
@@ -206,10 +211,15 @@ def make_fleets(settings: Settings) -> WorkerFleets:
 
 
 def make_worker(
-    client: Client, settings: Settings, fleets: WorkerFleets, build: str | None = None
+    client: Client,
+    settings: Settings,
+    fleets: WorkerFleets,
+    build: str | None = None,
+    running: RunningWatches | None = None,
 ) -> Worker:
     """Return the worker. Without a build it works for whatever no worker with a build works for."""
-    jobs, watch = JobActivities(fleets, client), WatchActivities(fleets, client)
+    running = running or RunningWatches(settings.state / WATCHES)
+    jobs, watch = JobActivities(fleets, client), WatchActivities(fleets, client, running)
     nodes, fleet = NodeActivities(fleets), FleetActivities(fleets, client, settings.task_queue)
     records, logs = (
         RecordActivities(settings.state / "archive"),
@@ -256,8 +266,10 @@ def make_worker(
         max_cached_workflows=max(1000, 2 * settings.jobs),
         workflow_task_poller_behavior=PollerBehaviorAutoscaling(),
         activity_task_poller_behavior=PollerBehaviorAutoscaling(),
-        # A killed worker delays the next decision by this much; the default is 10 s.
-        sticky_queue_schedule_to_start_timeout=timedelta(seconds=2),
+        # When 300 jobs began together, 242 tasks waited longer than 2 s for their worker. Each was
+        # then replayed from its whole history, which made the others wait longer. A killed worker
+        # delays what is decided meanwhile by this much.
+        sticky_queue_schedule_to_start_timeout=timedelta(seconds=10),
         # Cancellations are delivered with heartbeats, and so is the progress shown to people.
         max_heartbeat_throttle_interval=timedelta(seconds=1),
         graceful_shutdown_timeout=timedelta(seconds=settings.graceful_shutdown),
@@ -282,10 +294,14 @@ async def serve(settings: Settings, build: str | None) -> None:
             *_make_background_tasks(client, fleets),
         )
     ]
+    running = RunningWatches(settings.state / WATCHES)
+    running.open()
     gc.freeze()
     gc.enable()
+    taking_over: asyncio.Task[None] | None = None
     try:
-        async with make_worker(client, settings, fleets, build):
+        async with make_worker(client, settings, fleets, build, running):
+            taking_over = asyncio.create_task(_take_over_watches(client, running))
             logging.getLogger("relaunch").info(
                 "worker of %s serves task queue %s, fleets %s",
                 f"build {build}" if build else "no build",
@@ -299,10 +315,22 @@ async def serve(settings: Settings, build: str | None) -> None:
             if one.done():
                 one.result()  # raises unexpected errors
     finally:
-        for one in background:
+        ending = [*background, *([taking_over] if taking_over else [])]
+        for one in ending:
             one.cancel()
-        await asyncio.gather(*background, return_exceptions=True)
+        await asyncio.gather(*ending, return_exceptions=True)
         await fleets.close()
+
+
+async def _take_over_watches(client: Client, running: RunningWatches) -> None:
+    """Have the watches of workers that were killed offered again. Without it that happens by their
+    time-outs."""
+    try:
+        if count := await running.take_over(client):
+            watches = count_noun(count, "watch", "watches")
+            logging.getLogger("relaunch").info("took over %s of killed workers", watches)
+    except (OSError, RPCError) as error:
+        logging.getLogger("relaunch").warning("watches are taken over later: %s", error)
 
 
 def _make_background_tasks(

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any, cast
 
 from temporalio.client import Client
@@ -13,6 +14,7 @@ from temporalio.testing import ActivityEnvironment
 
 from relaunch.activities.launch import JobActivities, LaunchRanksInput
 from relaunch.activities.reports import WatchRanksInput, WatchReport
+from relaunch.activities.running_watches import RunningWatches
 from relaunch.activities.watch import WatchActivities
 from relaunch.generation import Token
 from relaunch.job.state import Slot
@@ -36,7 +38,7 @@ class FakeServer:
     def get_async_activity_handle(self, *, task_token: bytes) -> FakeServer:
         return self
 
-    async def heartbeat(self, *details: Any) -> None:
+    async def heartbeat(self, *details: Any, rpc_timeout: timedelta | None = None) -> None:
         if self.fails is not None:
             self.refused += 1
             raise self.fails
@@ -84,7 +86,8 @@ class Stand:
     async def watch(
         self, running: ActivityEnvironment | None = None, **changes: Any
     ) -> WatchReport:
-        activities = WatchActivities(self.fleets, cast(Client, self.server))
+        unrecorded = RunningWatches(Path("not opened"))
+        activities = WatchActivities(self.fleets, cast(Client, self.server), unrecorded)
         watching = (running or environment()).run(
             activities.watch_ranks, self.watch_input(**changes)
         )
@@ -119,13 +122,9 @@ def stand(
     )
 
 
-def environment(
-    attempt: int = 1, details: tuple[Any, ...] = (), on_heartbeat: Callable[..., None] | None = None
-) -> ActivityEnvironment:
+def environment(attempt: int = 1, details: tuple[Any, ...] = ()) -> ActivityEnvironment:
     made = ActivityEnvironment()
     made.info = replace(made.info, attempt=attempt, heartbeat_details=details)
-    if on_heartbeat is not None:
-        made.on_heartbeat = on_heartbeat
     return made
 
 

@@ -315,12 +315,9 @@ async def test_what_was_learned_is_taken_over_from_the_attempt_before(plain: boo
         ago(100), expected=True, step=5, advanced_at=ago(50), intervals=(1.0, 2.0), steps=(1, 1)
     )
     before = WatchHeartbeat(1, 5, ago(50), None, {}, 2, (), pace)
-    beats: list[WatchHeartbeat] = []
-    running = environment(
-        2, (asdict(before) if plain else before,), lambda *details: beats.extend(details)
-    )
-    report = await fleet.watch(running)
+    report = await fleet.watch(environment(2, (asdict(before) if plain else before,)))
     assert report.all_succeeded
+    beats = [one for beat in fleet.server.beats for one in beat if isinstance(one, WatchHeartbeat)]
     assert beats[0].pace.step is None, "where training stands now, no node has said yet"
     assert all(beat.pace.intervals == (1.0, 2.0) for beat in beats), (
         "the time without a watch is no interval"

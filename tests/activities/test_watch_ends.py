@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from temporalio.testing import ActivityEnvironment
 
 from relaunch.activities.gang import WatchedShard
 from relaunch.activities.reports import WatchRanksInput
+from relaunch.activities.running_watches import RunningWatches
 from relaunch.activities.watch import WatchActivities
 from relaunch.generation import Token
 from relaunch.job.hang import Pace
@@ -77,12 +79,14 @@ class OneNode:
     def get_async_activity_handle(self, task_token: bytes) -> OneNode:
         return self
 
-    async def heartbeat(self, *details: Any) -> None:
+    async def heartbeat(self, *details: Any, rpc_timeout: timedelta | None = None) -> None:
         return
 
 
 @pytest.mark.parametrize("pause", range(10))
-async def test_a_rank_exit_at_the_first_heartbeat_ends_the_watch(pause: int) -> None:
+async def test_a_rank_exit_at_the_first_heartbeat_ends_the_watch(
+    pause: int, tmp_path: Path
+) -> None:
     node: Any = OneNode(pause)
     order = WatchRanksInput(
         Token("default", "hi", 1, 1),
@@ -94,7 +98,8 @@ async def test_a_rank_exit_at_the_first_heartbeat_ends_the_watch(pause: int) -> 
         HangLimits(),
     )
     async with asyncio.timeout(60):
-        report = await ActivityEnvironment().run(WatchActivities(node, node).watch_ranks, order)
+        activities = WatchActivities(node, node, RunningWatches(tmp_path))
+        report = await ActivityEnvironment().run(activities.watch_ranks, order)
     assert report.all_succeeded
 
 

@@ -18,7 +18,15 @@ import pytest
 from relaunch.backends.local import cut, heal
 from tests.chaos.checks import violations
 from tests.chaos.rounds import KILLED, NOTHING, Expected
-from tests.chaos.world import ROOT, Job, Process, World, chaos_policy, environments
+from tests.chaos.world import (
+    ROOT,
+    Job,
+    Process,
+    World,
+    chaos_policy,
+    environments,
+    eventually,
+)
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
@@ -79,6 +87,26 @@ async def test_s2_4_ranks_outlive_a_controller_away_longer_than_lease(
     await single.until_phase("SUCCEEDED")
     assert await violations(single, Expected((NOTHING,))) == []
     await finish(gang)
+
+
+async def test_a_killed_worker_is_followed_without_a_timeout(world: World) -> None:
+    job = await world.submit(nodes=1, policy=chaos_policy({"lease": "60s", "fence_after": "60s"}))
+    await trained(job)
+    await world.worker.end()
+    await world.worker.start()
+
+    async def is_taken_over() -> bool:
+        description = await world.client.get_workflow_handle(f"job/{job.name}").describe()
+        (watch,) = description.raw_description.pending_activities
+        if watch.attempt == 1 or not watch.HasField("last_heartbeat_time"):
+            return False
+        # not "activity Heartbeat timeout": by default that comes after half a minute
+        assert watch.last_failure.message == "the worker that watched was killed"
+        return watch.attempt == 2
+
+    await eventually(is_taken_over, "the watch is taken over")
+    assert "took over 1 watch of killed workers" in world.worker.log.read_text()
+    await finish(job)
 
 
 @pytest.mark.long

@@ -35,6 +35,7 @@ from relaunch.activities.logs import LogActivities
 from relaunch.activities.notify import PeopleActivities
 from relaunch.activities.records import RecordActivities
 from relaunch.activities.repairs import RepairActivities
+from relaunch.activities.running_watches import RunningWatches
 from relaunch.activities.watch import WatchActivities
 from relaunch.job.state import JobState, Phase
 from relaunch.messages.ids import FLEET_ID_PREFIX
@@ -326,7 +327,10 @@ def activities(
     fleets: SimulatedFleets, client: Client, archive: Path, queue: str
 ) -> list[Callable[..., Any]]:
     of_fleet = FleetActivities(fleets, client, queue)
-    jobs, watch = JobActivities(fleets, client), WatchActivities(fleets, client)
+    jobs, watch = (
+        JobActivities(fleets, client),
+        WatchActivities(fleets, client, RunningWatches(archive / "watches")),
+    )
     records, logs, nodes = (
         RecordActivities(archive),
         LogActivities(fleets, archive),

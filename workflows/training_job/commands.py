@@ -39,7 +39,7 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.activities.repairs import FollowRepairInput, RepairActivities
     from relaunch.activities.reports import WatchRanksInput, WatchReport
     from relaunch.activities.stop import StopRanksInput
-    from relaunch.activities.watch import WatchActivities, beat_interval
+    from relaunch.activities.watch import WatchActivities, heartbeat_timeout
     from relaunch.generation import Token
     from relaunch.job.drain import drains_at_checkpoint
     from relaunch.job.events import (
@@ -262,7 +262,7 @@ async def watch(
             slow=tuple(one.slow.node for one in list_slow(job)),
         ),
         start_to_close_timeout=FOR_EVER,
-        heartbeat_timeout=max(timedelta(seconds=3), 4 * timedelta(seconds=beat_interval(timeouts))),
+        heartbeat_timeout=heartbeat_timeout(timeouts),
         retry_policy=REATTACH,
         cancellation_type=DETACH,
         summary=f"watch generation {job.generation} on {_names(nodes)}"
