@@ -26,7 +26,7 @@ from temporalio.client import (
     WorkflowQueryFailedError,
     WorkflowQueryRejectedError,
 )
-from temporalio.common import WorkflowIDConflictPolicy
+from temporalio.common import Priority, WorkflowIDConflictPolicy
 from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
 
@@ -36,7 +36,7 @@ from relaunch.activities.stop import StopRanksInput, send_heartbeats, stop_every
 from relaunch.backends.base import Backend, Fleets, identity
 from relaunch.generation import Token
 from relaunch.messages.fleets import FleetFile, FleetInput, ReadFleetInput
-from relaunch.messages.ids import FLEET_ID_PREFIX, WORKFLOW_ID_PREFIX
+from relaunch.messages.ids import FLEET_ID_PREFIX, FLEET_PRIORITY, WORKFLOW_ID_PREFIX
 from relaunch.pool.events import FleetFileContent, PreviousRun
 from relaunch.pool.inventory import read_inventory
 from relaunch.pool.messages import Claim
@@ -384,6 +384,7 @@ class FleetActivities:
             id=f"{FLEET_ID_PREFIX}{input.fleet}",
             task_queue=self._task_queue,
             task_timeout=TASK_TIMEOUT,
+            priority=Priority(priority_key=FLEET_PRIORITY),
             id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
             start_signal=input.signal,
             start_signal_args=[input.message],

@@ -22,7 +22,7 @@ from temporalio.client import (
     WorkflowQueryFailedError,
     WorkflowQueryRejectedError,
 )
-from temporalio.common import RetryPolicy, WorkflowIDConflictPolicy
+from temporalio.common import Priority, RetryPolicy, WorkflowIDConflictPolicy
 from temporalio.exceptions import TimeoutError as ActivityTimeout
 from temporalio.service import RPCError, RPCStatusCode
 
@@ -33,7 +33,7 @@ from relaunch.cli.terminal import check_name
 from relaunch.config import ConfigError
 from relaunch.evidence.fields import text
 from relaunch.messages.fleets import FleetFile, FleetInput, ReadFleetInput
-from relaunch.messages.ids import FLEET_ID_PREFIX
+from relaunch.messages.ids import FLEET_ID_PREFIX, FLEET_PRIORITY
 from relaunch.messages.jobs import ReportMessage
 from relaunch.pool.events import FleetFileContent
 from relaunch.pool.state import FleetState, NodeProbe, NodeRecord, NodeStatus
@@ -89,6 +89,7 @@ async def read(client: Client, task_queue: str, fleet: str) -> FleetState:
             task_queue=task_queue,
             id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
             task_timeout=TASK_TIMEOUT,
+            priority=Priority(priority_key=FLEET_PRIORITY),
             static_summary=f"fleet {fleet}: assigns nodes to jobs and orders repairs"[:200],
         )
     state, _ = await _wait_until(client, fleet, _has_looked, PROBES_TIMEOUT_S)

@@ -8,3 +8,6 @@ FLEET_ID_PREFIX = "fleet/"
 REPAIR_ID_PREFIX = "repair/"
 """Followed by fleet/node: two repairs of one node have the same id, and the server accepts only
 one."""
+FLEET_PRIORITY = 1
+"""Temporal's priority key of a fleet's tasks: before those of jobs (3), which all wait for their
+fleet."""
