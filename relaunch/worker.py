@@ -53,6 +53,8 @@ each would take as long as all of them together, exceed the workflow task timeou
 endlessly."""
 WATCHES = "watches"
 """Folder, in the state folder, of the watches that each worker has."""
+TAKE_OVER_INTERVAL_S = 2.0
+"""Seconds between two looks for workers on the same state folder that were killed."""
 OTHER_ACTIVITIES = 50
 """Activity slots in addition to those of the watches: launches, stops, reading logs. A watch holds
 its slot for as long as the job runs."""
@@ -323,14 +325,16 @@ async def serve(settings: Settings, build: str | None) -> None:
 
 
 async def _take_over_watches(client: Client, running: RunningWatches) -> None:
-    """Have the watches of workers that were killed offered again. Without it that happens by their
-    time-outs."""
-    try:
-        if count := await running.take_over(client):
-            watches = count_noun(count, "watch", "watches")
-            logging.getLogger("relaunch").info("took over %s of killed workers", watches)
-    except (OSError, RPCError) as error:
-        logging.getLogger("relaunch").warning("watches are taken over later: %s", error)
+    """Have the watches of killed workers on this state folder offered again. Without it that
+    happens by their time-outs."""
+    while True:
+        try:
+            if count := await running.take_over(client):
+                watches = count_noun(count, "watch", "watches")
+                logging.getLogger("relaunch").info("took over %s of killed workers", watches)
+        except (OSError, RPCError) as error:
+            logging.getLogger("relaunch").warning("watches are taken over later: %s", error)
+        await asyncio.sleep(TAKE_OVER_INTERVAL_S)
 
 
 def _make_background_tasks(

@@ -89,11 +89,18 @@ async def test_s2_4_ranks_outlive_a_controller_away_longer_than_lease(
     await finish(gang)
 
 
-async def test_a_killed_worker_is_followed_without_a_timeout(world: World) -> None:
+@pytest.mark.parametrize("beside", [False, True])
+async def test_a_killed_worker_is_followed_without_a_timeout(world: World, beside: bool) -> None:
     job = await world.submit(nodes=1, policy=chaos_policy({"lease": "60s", "fence_after": "60s"}))
     await trained(job)
+    follower = world.worker
+    if beside:  # it lives already when the first one is killed
+        command, environment = world.worker._command, world.worker._environment
+        follower = Process("second worker", command, environment, world.folder / "second.log")
+        await follower.start()
     await world.worker.end()
-    await world.worker.start()
+    if not beside:
+        await world.worker.start()
 
     async def is_taken_over() -> bool:
         description = await world.client.get_workflow_handle(f"job/{job.name}").describe()
@@ -105,8 +112,11 @@ async def test_a_killed_worker_is_followed_without_a_timeout(world: World) -> No
         return watch.attempt == 2
 
     await eventually(is_taken_over, "the watch is taken over")
-    assert "took over 1 watch of killed workers" in world.worker.log.read_text()
+    assert "took over 1 watch of killed workers" in follower.log.read_text()
     await finish(job)
+    if beside:
+        await follower.end()
+        await world.worker.start()
 
 
 @pytest.mark.long
