@@ -67,6 +67,7 @@ MAX_RUNS = 8
 """Most earlier runs that are asked. Each of them ended before it had restored the state of the runs
 before it."""
 FLEET_UNKNOWN = "FleetUnknown"
+LEN_OF_UUID = 36
 MAX_JOBS_TO_DESCRIBE = 16
 """Up to this many jobs it is cheaper to describe each one than to list all running jobs."""
 
@@ -490,13 +491,19 @@ def _build_probe(node: str, seen: NodeSnapshot, mine: str) -> NodeProbe:
     living = sorted(ours, key=lambda one: (one.job, one.submission, one.generation))
     return NodeProbe(
         node,
-        boot_id=str(listing.get("boot_id") or ""),
+        boot_id=_shorten_boot_id(str(listing.get("boot_id") or "")),
         busy=by or next(iter(others), ""),
         generations=tuple(living),
         inventory=read_inventory(seen.gpus) if seen.was_read else None,
         inventory_age=seen.age,
         inventory_pending=seen.unread,
     )
+
+
+def _shorten_boot_id(boot_id: str) -> str:
+    """Return the first eight digits of a kernel's boot id, which people can compare; those of nodes
+    that share a machine differ only at their end. A fleet keeps one for each of its nodes."""
+    return boot_id[:8] if len(boot_id) == LEN_OF_UUID else boot_id
 
 
 def _is_foreign(generation: Mapping[str, Any], mine: str) -> bool:

@@ -139,7 +139,10 @@ class Allocation:
         """Send the answers again that jobs asked for again."""
         for record in self._state.claims:
             if not record.is_answer_sent and not record.is_closed and record.answer is not None:
-                self.messages.append(GrantMessage(record.claim.job, record.answer))
+                answer = record.answer
+                if answer.kind == "granted":
+                    answer = replace(answer, places=record.granted or ())
+                self.messages.append(GrantMessage(record.claim.job, answer))
                 self.claims[record.claim.job] = replace(record, is_answer_sent=True)
 
     def _serve(self, record: ClaimRecord, *, is_alone: bool) -> None:
@@ -240,7 +243,7 @@ class Allocation:
         self.claims[record.claim.job] = replace(
             record,
             granted=grant.places,
-            answer=grant,
+            answer=replace(grant, places=()),
             wait_reason="",
             reason_sent_at=None,
             reason_due_at=None,

@@ -19,6 +19,9 @@ continues as new with less than 2 MiB."""
 MPS_SERVER = "nvidia-cuda-mps-server"
 """NVIDIA's Multi-Process Service. It stays after its clients have gone, and NVML lists the clients
 beside it."""
+MEMORY_STEP = 128
+"""MiB to which memory in use is rounded. That of the ranks of one job is then mostly the same, and
+takes no room in the compressed state of a fleet."""
 UNKNOWN = -1
 """The memory in use of a GPU that did not report it."""
 
@@ -39,7 +42,7 @@ class Inventory:
     memory: int = 0
     """Bytes of the smallest GPU; 0 if not read."""
     memory_used: tuple[int, ...] = ()
-    """MiB by index; UNKNOWN where it was not read."""
+    """MiB by index, rounded up to `MEMORY_STEP`; UNKNOWN where it was not read."""
     driver: str = ""
     nvml: str = ""
     used: tuple[GpuUse, ...] = ()
@@ -71,7 +74,7 @@ def read_inventory(answer: object) -> Inventory:
         total, taken = count(memory.get("total")), count(memory.get("used"))
         if total is not None and taken is not None:
             totals.append(total)
-            memory_used[-1] = taken >> 20
+            memory_used[-1] = -(-(taken >> 20) // MEMORY_STEP) * MEMORY_STEP
         for process in _list_foreign(row.get("processes")):
             name = _name(process.get("user")), _name(process.get("program"))
             foreign_processes.setdefault(name, _Stranger()).uses(index, count(process.get("pid")))

@@ -43,6 +43,7 @@ class NodeProbe:
     silent: str = ""
     """Why it gave no answer; empty if it answered."""
     boot_id: str = ""
+    """Shortened: for people to compare, not for a proof of a reboot."""
     busy: str = ""
     """What works on the node (an examination, a repair), as a clause; empty if nothing does. No job
     is granted the node meanwhile."""
@@ -203,7 +204,8 @@ class ClaimRecord:
     inherited_launched: tuple[LaunchedGeneration, ...] = ()
     """The launches whose ranks may live on the inherited places."""
     answer: Grant | None = None
-    """The last answer to this claim, other than that it waits."""
+    """The last answer to this claim, other than that it waits; without places, which are those of
+    `granted`."""
     is_answer_sent: bool = True
     """The answer is on its way to the job; False: it has to be sent (again)."""
     reason_sent_at: datetime | None = None

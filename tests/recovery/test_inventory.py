@@ -51,7 +51,7 @@ def stranger(pid: Any = 4242, user: Any = "alice", program: Any = "python") -> d
 def test_a_healthy_node_is_described_in_few_words() -> None:
     found = read_inventory(nvml(gpu(0, memory={"total": 85520809984, "used": 3 << 20})))
     assert found == Inventory(
-        gpu()["name"], 8, 85520809984, (3, 0, 0, 0, 0, 0, 0, 0), "570.148.08", "13.570"
+        gpu()["name"], 8, 85520809984, (128, 0, 0, 0, 0, 0, 0, 0), "570.148.08", "13.570"
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from pydantic_core import to_json
 from temporalio.api.enums.v1 import EventType
 from temporalio.client import WorkflowHistory
 
@@ -24,7 +25,6 @@ from relaunch.job.hang import Pace
 from relaunch.job.state import JobState, Phase, Slot
 from relaunch.job.step import evaluate_event
 from relaunch.messages.jobs import CarriedState, TrainingJobInput
-from relaunch.temporal import data_converter
 from relaunch.workflows.training_job.commands import SHARD, start_orders
 from relaunch.workflows.training_job.workflow import MAX_INCIDENTS
 from tests.fakes.nodes import Exit, Progress, Script
@@ -37,10 +37,8 @@ KIB, MIB = 1024, 1024 * 1024
 
 
 def size(value: object) -> int:
-    return sum(
-        len(payload.SerializeToString())
-        for payload in data_converter().payload_converter.to_payloads([value])
-    )
+    """Bytes of JSON: a payload above 256 KiB is smaller, because it is compressed."""
+    return len(to_json(value))
 
 
 def slots(nodes: int, letters: int = 20) -> tuple[Slot, ...]:

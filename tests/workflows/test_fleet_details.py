@@ -12,7 +12,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from relaunch.pool.inventory import GpuUse, Inventory
 from relaunch.pool.messages import Claim, DrainRequest, PermitRequest, Place
-from relaunch.pool.scheduler import Scheduler
+from relaunch.pool.placement import is_notable
 from relaunch.pool.state import (
     Breaker,
     ClaimRecord,
@@ -39,7 +39,7 @@ def node(name: str, **changes: object) -> NodeRecord:
 
 
 def drawn(state: FleetState, *doing: str) -> list[str]:
-    notable = Scheduler().list_notable(state, NOW)
+    notable = [node for node in state.nodes if is_notable(node)]
     what_next = "it waits until a job wants nodes"
     return fleet_details(state, notable, NOW, doing, what_next).splitlines()
 
