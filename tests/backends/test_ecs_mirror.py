@@ -210,8 +210,11 @@ def test_a_task_without_an_exit_code_is_no_success(
             False,
             "REBOOTING",
         ),
+        ({"repair": "repair/gpus/n1/r"}, True, "PENDING_HEALTHCHECK"),
+        ({"repair": "repair/gpus/n1/r", "repair_acts": True}, True, "REBOOTING"),
         ({"status": NodeStatus.QUARANTINED}, False, "FAILED"),
-        ({"is_removed": True}, True, "FAILED"),
+        ({"status": NodeStatus.QUARANTINED, "repair_acts": True}, False, "REBOOTING"),
+        ({"is_removed": True, "repair_acts": True}, True, "FAILED"),
     ],
 )
 def test_a_node_that_does_not_answer_is_not_available(

@@ -5,6 +5,7 @@ It does what `<name>.json` beside it says and notes how it was called.
 stdout, stderr, exit_code   what it prints and how it ends
 repeat                      how often it prints stdout
 seconds                     how long it takes first
+until                       a file without which it does not go on
 stubborn                    it ignores SIGTERM
 children                    how many stubborn processes it forks into its group, which live on
 then                        files that it writes at its end, by path: what a reset, say, changes
@@ -37,6 +38,8 @@ for _ in range(told.get("children", 0)):
 with open(own.with_name(f"{own.name}.pids"), "a") as file:
     file.write(f"{os.getpid()}\n")
 time.sleep(told.get("seconds", 0))
+while "until" in told and not Path(told["until"]).exists():
+    time.sleep(0.02)
 for _ in range(told.get("repeat", 1)):
     sys.stdout.write(told.get("stdout", ""))
 sys.stderr.write(told.get("stderr", ""))

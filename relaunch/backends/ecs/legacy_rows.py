@@ -146,11 +146,14 @@ def node_status(node: NodeRecord, in_use: bool) -> LegacyStatus:
 
     A node that does not answer is UNKNOWN, unless a worse status is known.
     """
-    if node.is_removed or node.status is NodeStatus.QUARANTINED:
+    if node.is_removed:
         return LegacyStatus.FAILED
-    if node.status is NodeStatus.REPAIRING:
-        return LegacyStatus.REBOOTING if node.repair_acts else LegacyStatus.PENDING_HEALTHCHECK
-    if node.status is NodeStatus.SUSPECT:
+    # A job keeps the node that it has repaired, so the fleet's own status of it does not change.
+    if node.repair_acts:
+        return LegacyStatus.REBOOTING
+    if node.status is NodeStatus.QUARANTINED:
+        return LegacyStatus.FAILED
+    if node.repair or node.status in (NodeStatus.REPAIRING, NodeStatus.SUSPECT):
         return LegacyStatus.PENDING_HEALTHCHECK
     if node.silent_since is not None:
         return LegacyStatus.UNKNOWN
