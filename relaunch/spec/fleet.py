@@ -190,6 +190,10 @@ class EcsTables(StrictModel):
     task: str | None = None
     job: str | None = None
     node: str | None = None
+    training_job: str | None = None
+    """With a row for each rank of a job, as the first release of that system had it."""
+    container_instance: str | None = None
+    """With a row for each container instance, as the first release of that system had it."""
 
 
 class EcsOptions(EcsTask):

@@ -23,6 +23,8 @@ from relaunch.backends.ecs.legacy_rows import (
     JobStatus,
     LegacyStatus,
     NodeRow,
+    RankRow,
+    RankStatus,
     TaskRow,
     TaskStatus,
     job_status,
@@ -46,7 +48,13 @@ from relaunch.spec.fleet import EcsTables, FleetNode
 from tests.doubles.aws import THROTTLE, AwsDouble
 from tests.recovery.builders import new_job
 
-TABLES = {"task": "ecs_task_id", "job": "job_id", "node": "node_name"}
+TABLES = {
+    "task": "ecs_task_id",
+    "job": "job_id",
+    "node": "node_name",
+    "training_job": "job_id_rank",
+    "container_instance": "container_inst_id",
+}
 NOW = datetime(2026, 11, 21, 3, 0, tzinfo=UTC)
 NUMBERS = itertools.count(1)
 INSTANCE = "arn:aws:ecs:eu-west-1:123456789012:container-instance/training/{}"
@@ -513,11 +521,11 @@ async def test_nodes_are_written_on_change_and_lost_machines_keep_ids(
     before = account.double.calls["UpdateItem"]
     await mirror.nodes(state, 1)
     await mirror.nodes(state, 2)
-    assert account.double.calls["UpdateItem"] == before + 2
+    assert account.double.calls["UpdateItem"] == before + 4, "two tables have nodes"
     cluster.unknown = ("i-00000002",)
     broken = replace(state.nodes[1], status=NodeStatus.QUARANTINED)
     await mirror.nodes(replace(state, nodes=(state.nodes[0], broken)), 3)
-    assert account.double.calls["UpdateItem"] == before + 3
+    assert account.double.calls["UpdateItem"] == before + 6
     rows = await account.rows("node")
     assert {
         name: (row["node_status"], row["container_instance_id"]) for name, row in rows.items()
@@ -525,6 +533,66 @@ async def test_nodes_are_written_on_change_and_lost_machines_keep_ids(
         "n1": ("IN_PROGRESS", "c-i-00000001"),
         "n2": ("FAILED", "c-i-00000002"),
     }
+
+
+async def test_s1_8_the_first_release_has_a_row_for_each_rank(account: Account) -> None:
+    cluster = Cluster()
+    mirror = mirrored(account, cluster)
+    nodes = ("i-00000001", "i-00000002")
+
+    async def read_rows() -> dict[str, tuple[str, ...]]:
+        columns = ("job_id", "ecs_task_id", "container_inst_id", "retry", "run_time", "status")
+        rows = await account.rows("training_job")
+        assert all(row["job_status"] == row["status"] for row in rows.values())
+        return {key: tuple(row[name] for name in columns) for key, row in rows.items()}
+
+    for node in nodes:
+        cluster.has(node, FIRST)
+    await mirror.job(JOB, 1, False)
+    assert await read_rows() == {
+        f"llama_{rank}": ("llama", f"1-{node}", f"c-{node}", "0", "1", "inprogress")
+        for rank, node in enumerate(nodes)
+    }
+    for seq, phase in enumerate((Phase.EXAMINING, Phase.REPAIRING), 2):
+        await mirror.job(replace(JOB, phase=phase), seq, False)
+        assert {row[-1] for row in (await read_rows()).values()} == {"STOPPED"}
+    for node in nodes:
+        cluster.has(node, SECOND)
+    again = replace(JOB, generation=2)
+    await mirror.job(again, 4, False)
+    assert (await read_rows())["llama_1"] == (
+        "llama",
+        "2-i-00000002",
+        "c-i-00000002",
+        "1",
+        "2",
+        "inprogress",
+    )
+    ends = [(Phase.SUCCEEDED, 0, "complete"), (Phase.FAILED, 1, "FAILED")]
+    ends += [(Phase.CANCELLED, 130, "Other")]
+    for seq, (phase, exit_code, status) in enumerate(ends, 5):
+        await mirror.job(replace(again, phase=phase, exit_code=exit_code), seq, False)
+        assert {row[-1] for row in (await read_rows()).values()} == {status}
+    assert not await account.mirror().rank(
+        RankRow("llama", 0, 4, RankStatus.IN_PROGRESS, None, None, 1)
+    ), "it is older than the stored row"
+
+
+async def test_s1_8_the_first_release_has_rows_by_container_instance(account: Account) -> None:
+    cluster = Cluster()
+    mirror = mirrored(account, cluster)
+    state = FleetState("gpus", nodes=tuple(NodeRecord(node) for node in NODES.values()))
+    reboots = replace(state.nodes[1], repair="repair/gpus/n2/r", repair_acts=True)
+    await mirror.nodes(replace(state, nodes=(state.nodes[0], reboots)), 1)
+    rows = await account.rows("container_instance")
+    assert {key: (row["node_name"], row["status"]) for key, row in rows.items()} == {
+        "c-i-00000001": ("n1", "AVAILABLE"),
+        "c-i-00000002": ("n2", "REBOOTING"),
+    }
+    cluster.unknown = ("i-00000002",)
+    gone = replace(state.nodes[1], status=NodeStatus.QUARANTINED)
+    await mirror.nodes(replace(state, nodes=(state.nodes[0], gone)), 2)
+    assert (await account.rows("container_instance"))["c-i-00000002"]["status"] == "FAILED"
 
 
 async def test_a_throttled_table_is_unreachable_and_a_repeat_completes(

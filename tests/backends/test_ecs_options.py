@@ -18,6 +18,8 @@ EVERYTHING = {
     "TASK_TABLE_NAME": "ecs_task",
     "JOB_TABLE_NAME": "ecs_job",
     "NODE_TABLE_NAME": "ecs_node",
+    "TRAINING_JOB_TABLE_NAME": "ecs-job-sub",
+    "CONTAINER_INSTANCE_TABLE_NAME": "ecs_container_instance",
     "ECS_CLUSTER_NAME": "training",
     "DCGM_HEALTH_CHECK_TASK": (
         "arn:aws:ecs:eu-west-1:123456789012:task-definition/dcgm-health-check:11"
@@ -50,13 +52,19 @@ def test_s1_10_names_of_the_reference_fill_gaps_of_the_file() -> None:
     assert found.cluster == "training"
     assert found.health_check == EVERYTHING["DCGM_HEALTH_CHECK_TASK"]
     assert found.topic == TOPIC
-    assert found.tables == EcsTables(task="ecs_task", job="ecs_job", node="ecs_node")
+    assert found.tables == EcsTables(
+        task="ecs_task",
+        job="ecs_job",
+        node="ecs_node",
+        training_job="ecs-job-sub",
+        container_instance="ecs_container_instance",
+    )
 
 
 def test_the_fleet_file_precedes_the_environment_table_by_table() -> None:
     found = options(fleet(cluster="mine", tables={"job": "jobs"}, health_check="check"), EVERYTHING)
     assert (found.cluster, found.health_check, found.topic) == ("mine", "check", TOPIC)
-    assert found.tables == EcsTables(task="ecs_task", job="jobs", node="ecs_node")
+    assert (found.tables.task, found.tables.job) == ("ecs_task", "jobs")
 
 
 def test_a_blank_variable_is_none() -> None:
@@ -145,6 +153,7 @@ def test_the_sentences_of_mistakes_in_ecs_options(page: SnapshotAssertion) -> No
         ("SNS_TOPIC_ARN", "people"),
         ("DCGM_HEALTH_CHECK_TASK", "a b"),
         ("NODE_TABLE_NAME", "?"),
+        ("TRAINING_JOB_TABLE_NAME", "?"),
         ("ECS_CLUSTER_NAME", "?"),
     ],
 )

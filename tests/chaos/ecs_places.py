@@ -23,6 +23,12 @@ TRAINER, NODE = "train", "relaunch-node"
 """Families of task definitions: of ranks, and of what examines nodes."""
 TABLES = {"ecs_task": "ecs_task_id", "ecs_job": "job_id", "ecs_node": "node_name"}
 """And their keys."""
+OLDER_TABLES = {
+    "ecs-job-sub": ("job_id_rank", "TRAINING_JOB_TABLE_NAME"),
+    "ecs_container_instance": ("container_inst_id", "CONTAINER_INSTANCE_TABLE_NAME"),
+}
+"""Their keys, and the variables of the worker that name them."""
+KEYS = TABLES | {name: key for name, (key, _) in OLDER_TABLES.items()}
 LOG_GROUP = "/relaunch/node"
 
 
@@ -60,14 +66,15 @@ class EcsPlaces:
         self.instances: dict[str, Instance] = {
             name: self.aws.instance(self.aws.add_instance(gpus=gpus, name=name)) for name in names
         }
-        self.environment = self.aws.environment()
+        named = {variable: name for name, (_, variable) in OLDER_TABLES.items()}
+        self.environment = self.aws.environment() | named
         calls = Caller(self.aws)
         self.topic = calls.sns.create_topic(Name="relaunch")["TopicArn"]
         self._inbox = self.aws.create_queue("inbox")
         calls.sns.subscribe(TopicArn=self.topic, Protocol="sqs", Endpoint=self._arn(self._inbox))
         self.queue = self.aws.create_queue("events")
         self.aws.events_to(self.queue)
-        for kind, key in TABLES.items():
+        for kind, key in KEYS.items():
             keyed = {
                 "AttributeDefinitions": [{"AttributeName": key, "AttributeType": "S"}],
                 "KeySchema": [{"AttributeName": key, "KeyType": "HASH"}],
@@ -128,7 +135,7 @@ class EcsPlaces:
             {name: plain(value) for name, value in item.items()}
             for item in self._calls.dynamodb.scan(TableName=table)["Items"]
         ]
-        return {str(row[TABLES[table]]): row for row in found}
+        return {str(row[KEYS[table]]): row for row in found}
 
     async def serve(self, port: int) -> None:
         pass

@@ -128,7 +128,7 @@ async def shown(aws: EcsPlaces, table: str, key: str, **expected: str) -> None:
     await eventually(has_them, f"{table} does not show {expected} of {key}")
 
 
-async def test_s1_3_s1_5_s1_6_s1_8_ecs_reboot_once_from_fault_to_end(
+async def test_s1_3_s1_5_s1_6_s1_8_s1_10_ecs_reboot_once_fault_to_end(
     world: World, aws: EcsPlaces, nvml: Path
 ) -> None:
     for name in world.names:
@@ -155,6 +155,7 @@ async def test_s1_3_s1_5_s1_6_s1_8_ecs_reboot_once_from_fault_to_end(
     await job.until_phase("EXAMINING")
     # The tables are written every few seconds, so each state is held until it was shown.
     await shown(aws, "ecs_job", job.name, job_status="PENDING_HEALTHCHECK", retry="0")
+    await shown(aws, "ecs-job-sub", f"{job.name}_1", status="STOPPED", run_time="1")
     go.touch()
 
     async def rebooted() -> bool:
@@ -167,6 +168,8 @@ async def test_s1_3_s1_5_s1_6_s1_8_ecs_reboot_once_from_fault_to_end(
     await job.until(seen_away, "n2 is not seen to be away", 120)
     await shown(aws, "ecs_job", job.name, job_status="PENDING_RESTART", retry="0")
     await shown(aws, "ecs_node", "n2", node_status="REBOOTING")
+    registered = aws.instances["n2"].arn.rpartition("/")[2]
+    await shown(aws, "ecs_container_instance", registered, status="REBOOTING", node_name="n2")
     examined_by(aws, "n2", nvml, "v4_r1_pass_8gpu.json")
     aws.instances["n2"].connect()
     await job.until_phase("RUNNING", generation=2, patience=300)
@@ -181,10 +184,13 @@ async def test_s1_3_s1_5_s1_6_s1_8_ecs_reboot_once_from_fault_to_end(
     assert job.lines("violations") == []
     await shown(aws, "ecs_job", job.name, job_status="IN_PROGRESS", retry="1")
     await shown(aws, "ecs_node", "n2", node_status="IN_PROGRESS")
+    await shown(aws, "ecs-job-sub", f"{job.name}_1", status="inprogress", run_time="2")
     job.let_end()
     await ended(job, "SUCCEEDED")
     await shown(aws, "ecs_job", job.name, job_status="COMPLETE", retry="1")
     await shown(aws, "ecs_node", "n2", node_status="AVAILABLE")
+    await shown(aws, "ecs-job-sub", f"{job.name}_0", status="complete", job_id=job.name)
+    await shown(aws, "ecs_container_instance", registered, status="AVAILABLE")
     assert aws.notices() == []
     await world.tidy(job)
     await vouch(world)

@@ -1,4 +1,7 @@
-"""Maps state to rows of the three tables that github.com/yubingjiaocn/ecs-gpu-recovery documents.
+"""Maps state to rows of the tables that github.com/yubingjiaocn/ecs-gpu-recovery documents.
+
+Three of them are those of its present release. The two of its first release had a row for each rank
+of a job, and for each container instance.
 
 This module only computes values; it makes no calls.
 
@@ -26,6 +29,18 @@ class JobStatus(StrEnum):
     FAILED_OTHERS = "FAILED_OTHERS"
     """Failed by the job itself: the exit code is neither 0 nor 1."""
     USER_STOPPED = "USER_STOPPED"
+
+
+class RankStatus(StrEnum):
+    """Status of a job in the first release, which wrote it into the row of each rank."""
+
+    IN_PROGRESS = "inprogress"
+    STOPPED = "STOPPED"
+    """The ranks are stopped, and it is not yet known whether they are launched again."""
+    COMPLETE = "complete"
+    FAILED = "FAILED"
+    OTHER = "Other"
+    """Stopped by a user."""
 
 
 class TaskStatus(StrEnum):
@@ -81,6 +96,20 @@ class TaskRow:
 
 
 @dataclass(frozen=True, slots=True)
+class RankRow:
+    job_id: str
+    rank: int
+    """Index of its node in the job: one task ran on each node."""
+    seq: int
+    status: RankStatus
+    task_id: str | None
+    """None if the newest launch has no task there yet, in which case the stored value is kept."""
+    container_instance: str | None
+    """ARN of the container instance; None as for `task_id`."""
+    retry: int
+
+
+@dataclass(frozen=True, slots=True)
 class NodeRow:
     node_name: str
     seq: int
@@ -123,6 +152,24 @@ def job_status(job: JobState, terminated: bool = False) -> JobStatus:
     if job.generation <= 1 and job.phase is Phase.LAUNCHING:
         return JobStatus.IN_PROGRESS
     return _OF_PHASE[job.phase]
+
+
+_RANK_STATUSES = {
+    JobStatus.PENDING: RankStatus.IN_PROGRESS,
+    JobStatus.IN_PROGRESS: RankStatus.IN_PROGRESS,
+    JobStatus.PENDING_HEALTHCHECK: RankStatus.STOPPED,
+    JobStatus.PENDING_RESTART: RankStatus.STOPPED,
+    JobStatus.RESTARTING: RankStatus.STOPPED,
+    JobStatus.COMPLETE: RankStatus.COMPLETE,
+    JobStatus.FAILED: RankStatus.FAILED,
+    JobStatus.FAILED_OTHERS: RankStatus.FAILED,
+    JobStatus.USER_STOPPED: RankStatus.OTHER,
+}
+
+
+def rank_status(status: JobStatus) -> RankStatus:
+    """Return the status of a job in the terms of the first release."""
+    return _RANK_STATUSES[status]
 
 
 def task_status(last_status: str, exit_code: int | None, was_stopped: bool) -> TaskStatus:

@@ -1,4 +1,4 @@
-"""Writes the state of jobs, tasks and nodes into three DynamoDB tables, for existing dashboards.
+"""Writes the state of jobs, tasks and nodes into DynamoDB tables, for existing dashboards.
 
 relaunch never reads these tables and bases no decision on them.
 
@@ -9,6 +9,7 @@ or repeated changes nothing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -19,11 +20,14 @@ from relaunch.backends.base import Unreachable
 from relaunch.backends.ecs.aws import Aws, AwsError
 from relaunch.backends.ecs.legacy_rows import (
     JobRow,
+    JobStatus,
     NodeRow,
+    RankRow,
     TaskRow,
     TaskStatus,
     job_status,
     node_status,
+    rank_status,
     task_status,
 )
 from relaunch.backends.ecs.tasks import Instance, Task, build_started_by, is_ours
@@ -66,7 +70,7 @@ class Places(Protocol):
 
 
 class Mirror:
-    """Writer of the three tables.
+    """Writer of the tables that are named; a row of any other is not written.
 
     It sets the documented attributes and `relaunch_seq`; other attributes of a row are left alone.
     """
@@ -132,7 +136,33 @@ class Mirror:
             }
         if row.ip is not None:
             values["ip"] = row.ip
-        return await self._write(self._tables.node, {"node_name": row.node_name}, row.seq, values)
+        is_new = await self._write(self._tables.node, {"node_name": row.node_name}, row.seq, values)
+        if row.container_instance is None:
+            return is_new
+        # The table of the first release is keyed by the container instance.
+        key = {"container_inst_id": _short(row.container_instance)}
+        older: dict[str, object] = {
+            "cluster_name": row.cluster,
+            "node_name": row.node_name,
+            "status": row.status.value,
+        }
+        return await self._write(self._tables.container_instance, key, row.seq, older) or is_new
+
+    async def rank(self, row: RankRow) -> bool:
+        values: dict[str, object] = {
+            "job_id": row.job_id,
+            "retry": str(row.retry),
+            "run_time": str(row.retry + 1),
+            # The first release wrote some of its statuses into one of these, some into the other.
+            "status": row.status.value,
+            "job_status": row.status.value,
+        }
+        if row.task_id is not None:
+            values["ecs_task_id"] = row.task_id
+        if row.container_instance is not None:
+            values["container_inst_id"] = _short(row.container_instance)
+        key = {"job_id_rank": f"{row.job_id}_{row.rank}"}
+        return await self._write(self._tables.training_job, key, row.seq, values)
 
     async def _write(
         self,
@@ -210,6 +240,8 @@ class TableMirror:
         self._going: dict[str, dict[str, tuple[str, str, TaskRow]]] = {}
         """By job and task id: where the task ran (EC2 id, startedBy), and its row."""
         self._nodes: dict[str, tuple[object, ...]] = {}
+        self._arns: dict[str, str] = {}
+        """Of the container instances, by EC2 id: also of one that is not registered any more."""
         self._all_nodes_at = -KNOWN_FOR
 
     async def job(self, state: JobState, seq: int, terminated: bool) -> bool:
@@ -259,12 +291,10 @@ class TableMirror:
 
     async def _write_node(self, row: NodeRow, ec2_id: str) -> None:
         # Concurrently, so that the lookups are batched into one call.
-        try:
-            arn = (await self._places.instance(ec2_id, ARN_KNOWN_FOR)).arn
-        except LookupError:
-            arn = None
+        with contextlib.suppress(LookupError):
+            self._arns[ec2_id] = (await self._places.instance(ec2_id, ARN_KNOWN_FOR)).arn
         async with self._gate:
-            await self._mirror.node(replace(row, container_instance=arn))
+            await self._mirror.node(replace(row, container_instance=self._arns.get(ec2_id)))
         self._nodes[row.node_name] = (row.status, row.ip, ec2_id)
 
     async def _job(self, state: JobState, seq: int, terminated: bool) -> bool:
@@ -295,11 +325,13 @@ class TableMirror:
             self._going.pop(state.name, None)
         else:
             self._going[state.name] = going
+        status = job_status(state, terminated)
+        await self._write_ranks(state, seq, status, current)
         await self._mirror.job(
             JobRow(
                 job_id=state.name,
                 seq=seq,
-                status=job_status(state, terminated),
+                status=status,
                 timestamp=state.submitted_at.isoformat(),
                 cluster=self._cluster,
                 num_nodes=state.gang_size,
@@ -310,6 +342,27 @@ class TableMirror:
             )
         )
         return not (ended and going)
+
+    async def _write_ranks(
+        self, state: JobState, seq: int, status: JobStatus, current: list[tuple[TaskRow, Task]]
+    ) -> None:
+        tasks = {row.node_index: row for row, _ in current}
+
+        async def one(index: int) -> None:
+            task = tasks.get(index)
+            row = RankRow(
+                job_id=state.name,
+                rank=index,
+                seq=seq,
+                status=rank_status(status),
+                task_id=None if task is None else task.task_id,
+                container_instance=None if task is None else task.container_instance,
+                retry=max(0, state.generation - 1),
+            )
+            async with self._gate:
+                await self._mirror.rank(row)
+
+        await asyncio.gather(*(one(index) for index in range(state.gang_size)))
 
     async def _tasks(
         self, state: JobState, seq: int, token: Token

@@ -16,9 +16,15 @@ VARIABLES = {
     "health_check": "DCGM_HEALTH_CHECK_TASK",
     "topic": "SNS_TOPIC_ARN",
 }
-TABLES = {"task": "TASK_TABLE_NAME", "job": "JOB_TABLE_NAME", "node": "NODE_TABLE_NAME"}
-"""The variable names that github.com/yubingjiaocn/ecs-gpu-recovery gives its functions: its users
-need not change their settings.
+TABLES = {
+    "task": "TASK_TABLE_NAME",
+    "job": "JOB_TABLE_NAME",
+    "node": "NODE_TABLE_NAME",
+    "training_job": "TRAINING_JOB_TABLE_NAME",
+    "container_instance": "CONTAINER_INSTANCE_TABLE_NAME",
+}
+"""The variable names that github.com/yubingjiaocn/ecs-gpu-recovery gives its functions, the last
+two in its first release: its users need not change their settings.
 """
 
 INSTANCE_ID = re.compile(r"i-[0-9a-f]{8}(?:[0-9a-f]{9})?")
