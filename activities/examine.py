@@ -17,7 +17,15 @@ from temporalio.exceptions import ApplicationError
 
 from relaunch.activities.power import cycle_power
 from relaunch.activities.stop import send_heartbeats
-from relaunch.backends.base import Backend, BackendError, CyclesPower, Fleets, Refusal, identity
+from relaunch.backends.base import (
+    Backend,
+    BackendError,
+    CyclesPower,
+    Fleets,
+    Refusal,
+    RefusesResets,
+    identity,
+)
 from relaunch.evidence.catalog import catalog
 from relaunch.evidence.health import Health, read_health
 from relaunch.job.state import ExaminedNode
@@ -60,6 +68,8 @@ class NodeTerms:
     """Why there is no such node here; empty: there is one."""
     power: bool = False
     """Whether the node's power can be cycled."""
+    no_reset: str = ""
+    """Why its GPUs cannot be reset; empty: they can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +148,7 @@ class NodeActivities:
             spec.repairs,
             node.gpus,
             power=node.power is not None or isinstance(backend, CyclesPower),
+            no_reset=backend.no_reset if isinstance(backend, RefusesResets) else "",
         )
 
     @activity.defn

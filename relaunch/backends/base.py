@@ -468,6 +468,14 @@ class CyclesPower(Protocol):
 
 
 @runtime_checkable
+class RefusesResets(Protocol):
+    """A backend that cannot reset GPUs: every such order would be refused."""
+
+    no_reset: str
+    """Why, as a sentence without its period."""
+
+
+@runtime_checkable
 class TellsPeople(Protocol):
     """A backend that can notify people who are not looking at a screen."""
 

@@ -8,6 +8,8 @@ then rebooted. What only a person can mend (a cable, a power plug) is examined t
 
     examine -> RESET_GPU, where a reset fixes all that was found -> REBOOT_NODE -> power cycle
 
+Where the backend of the node resets no GPUs, that begins with REBOOT_NODE.
+
 `machine` carries out one strategy.
 """
 
@@ -58,6 +60,8 @@ class Escalation:
     """Number of examinations in a row that found only faults that a person has to mend."""
     cancel_reason: str = ""
     """Why the repair was cancelled; empty if it was not."""
+    can_reset: bool = True
+    """The node's backend can reset GPUs; if not, a reboot takes the place of each reset."""
     can_power_cycle: bool = False
     """A command that cycles the node's power exists and has not been used yet."""
     after_reboot: bool = False
@@ -206,7 +210,7 @@ def _repair_unhealthy(
         return _await_person(escalation, reason, left)
     faults = [finding for finding in health.findings if _is_fault(finding)]
     is_fixed_by_reset = faults and all(one.cause is Cause.GPU_RESET for one in faults)
-    if is_fixed_by_reset and not escalation.tried:
+    if is_fixed_by_reset and escalation.can_reset and not escalation.tried:
         # A fault that names no GPU (for example of an NVSwitch) is fixed by a reset of all GPUs.
         is_named = all(one.gpu is not None for one in faults)
         return StartStrategy(Strategy.RESET_GPU, health.gpus if is_named else (), reason)
@@ -234,7 +238,7 @@ def _examine_again(escalation: Escalation, health: Health, left: timedelta) -> E
         return _finish(escalation, outcome, f"cancelled: {escalation.cancel_reason}; {reason}")
     if escalation.hangs >= MAX_HANGS and left > timedelta(0):
         hangs = f"{reason}; its driver hangs"
-        if not escalation.tried:
+        if escalation.can_reset and not escalation.tried:
             return StartStrategy(Strategy.RESET_GPU, (), hangs)
         if Strategy.REBOOT_NODE not in escalation.tried:
             return StartStrategy(Strategy.REBOOT_NODE, (), hangs)

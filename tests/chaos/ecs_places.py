@@ -19,8 +19,10 @@ from tests.doubles.aws import AwsDouble, Instance
 from tests.doubles.aws.values import REGION
 from tests.doubles.aws_caller import Caller
 
-TRAINER, NODE = "train", "relaunch-node"
-"""Families of task definitions: of ranks, and of what examines nodes."""
+TRAINER, LOGGED, NODE = "train", "train-logged", "relaunch-node"
+"""Families of task definitions: of ranks, of ranks whose output can be read, and of what examines
+nodes.
+"""
 TABLES = {"ecs_task": "ecs_task_id", "ecs_job": "job_id", "ecs_node": "node_name"}
 """And their keys."""
 OLDER_TABLES = {
@@ -29,7 +31,7 @@ OLDER_TABLES = {
 }
 """Their keys, and the variables of the worker that name them."""
 KEYS = TABLES | {name: key for name, (key, _) in OLDER_TABLES.items()}
-LOG_GROUP = "/relaunch/node"
+LOG_GROUP, TRAINING_LOG_GROUP = "/relaunch/node", "/training"
 
 
 class EcsPlaces:
@@ -41,17 +43,21 @@ class EcsPlaces:
         self.aws = AwsDouble(folder / "aws")
         self.aws.__enter__()
         self._options = options
-        logs = {
-            "logDriver": "awslogs",
-            "options": {
-                "awslogs-group": LOG_GROUP,
-                "awslogs-stream-prefix": "node",
-                "awslogs-region": REGION,
-            },
-        }
-        self.aws.register(
-            TRAINER, [{"name": "trainer", "image": "any", "essential": True}], networkMode="host"
+        logs, training_logs = (
+            {
+                "logDriver": "awslogs",
+                "options": {
+                    "awslogs-group": group,
+                    "awslogs-stream-prefix": prefix,
+                    "awslogs-region": REGION,
+                },
+            }
+            for group, prefix in ((LOG_GROUP, "node"), (TRAINING_LOG_GROUP, "train"))
         )
+        trainer = {"name": "trainer", "image": "any", "essential": True}
+        self.aws.register(TRAINER, [trainer], networkMode="host")
+        logged = trainer | {"logConfiguration": training_logs}
+        self.aws.register(LOGGED, [logged], networkMode="host")
         self.aws.register(
             NODE,
             [

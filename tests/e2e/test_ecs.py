@@ -15,12 +15,13 @@ import pytest
 import pytest_asyncio
 
 from relaunch.backends.ecs import reboots
+from relaunch.messages.jobs import NodeRepairResult
 from relaunch.spec.policy import resolve
-from tests.chaos.ecs_places import TRAINER, EcsPlaces
+from tests.chaos.ecs_places import LOGGED, TRAINER, EcsPlaces
 from tests.chaos.world import FLEET, TIMES, Job, World, eventually
 from tests.doubles.aws import LOST, RESET
 from tests.doubles.aws.faults import Kind
-from tests.doubles.install import build_nvml, install_nvml, install_tool
+from tests.doubles.install import build_nvml, install_nvml, install_tool, tell_nvml
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 SAMPLES = Path(__file__).parents[1] / "recovery" / "samples" / "dcgm" / "synthetic"
@@ -74,7 +75,7 @@ def places(aws: EcsPlaces, job: Job, status: str | None = None) -> dict[int, lis
     """Return where the tasks of each generation were placed, or those with that last status."""
     names = {instance.arn: name for name, instance in aws.instances.items()}
     found: dict[int, list[str]] = {}
-    for task in aws.aws.tasks(TRAINER, status):
+    for task in (*aws.aws.tasks(TRAINER, status), *aws.aws.tasks(LOGGED, status)):
         by = task["startedBy"]
         if f"/{job.name}/" in by:
             nodes = found.setdefault(int(by.rpartition("/")[2]), [])
@@ -215,6 +216,67 @@ async def test_s1_5_s1_7_a_fault_on_healthy_nodes_fails_and_notifies(
     await eventually(is_notified, "no message is sent", 20)
     await world.tidy(job)
     await vouch(world)
+
+
+async def test_s1_5_no_person_is_asked_for_a_reset_on_ecs(
+    world: World, aws: EcsPlaces, nvml: Path
+) -> None:
+    for name in world.names:
+        examined_by(aws, name, nvml, "v4_r1_pass_8gpu.json")
+    tell_nvml(aws.state("n2") / "lib", "driver 570\ngpus 1\nremapped 0 0 1 1 0\n")
+    world.repairs = "ask"
+    world.write_fleet()
+    try:
+        job = await world.submit(policy=policy(), ecs={"task_definition": LOGGED})
+        await job.until_phase("RUNNING", generation=1)
+        await job.until_steps()
+        (job.folder / "fail.1").write_text("CUDA error: uncorrectable ECC error encountered")
+        await job.until_phase("RUNNING", generation=2)
+        await job.until_steps()
+        assert places(aws, job) == {1: ["n1", "n2"], 2: ["n1", "n3"]}
+        incident = (await job.state()).incident
+        assert incident is not None
+        assert [one.strategy for one in incident.decisions if one.strategy] == [
+            "RESET_GPU",
+            "REPLACE_NODE",
+        ]
+        refused = await read_repair(job, "n2")
+        assert refused.reason.startswith("cannot reset the GPUs of n2: ")
+        await deny(world, "n2", "REBOOT_NODE")  # which the fleet asks for, without the job
+    finally:
+        world.repairs = "act"
+        world.write_fleet()
+    job.let_end()
+    await ended(job, "SUCCEEDED")
+    await world.tidy(job)
+    await vouch(world)
+
+
+async def deny(world: World, node: str, strategy: str) -> None:
+    """Wait until the fleet's repair of a node asks for approval of this strategy, and deny it."""
+    repair = world.client.get_workflow_handle(f"repair/{FLEET}/{node}")
+
+    async def asks() -> bool:
+        state = await repair.query("state")
+        return bool(state) and (state["strategy"], state["stage"]) == (strategy, "ASKING")
+
+    await eventually(asks, f"{strategy} of {node} is not asked for")
+    await repair.execute_update("answer", {"decision": "deny", "by": "the test"})
+    await repair.result()
+
+
+async def read_repair(job: Job, node: str) -> NodeRepairResult:
+    """Return the result of the repair of a node that a job ordered itself."""
+    client, id = job.world.client, f"repair/{FLEET}/{node}"
+
+    async def find_run() -> str | None:
+        runs = [run async for run in client.list_workflows(f"WorkflowId = '{id}'")]
+        return next((run.run_id for run in runs if run.parent_id == f"job/{job.name}"), None)
+
+    run_id = await eventually(find_run, f"{job.name} has ordered no repair of {node}")
+    handle = client.get_workflow_handle(id, run_id=run_id, result_type=NodeRepairResult)
+    result: NodeRepairResult = await handle.result()
+    return result
 
 
 @pytest.mark.long

@@ -329,6 +329,12 @@ def test_a_driver_that_hangs_is_reset_and_then_rebooted(snapshot: SnapshotAssert
     assert isinstance(then(BEGUN, HUNG, HUNG, HUNG, left=NOTHING), FinishRepair)
 
 
+def test_s1_5_a_node_that_cannot_be_reset_is_rebooted() -> None:
+    begun = replace(BEGUN, can_reset=False)
+    for found in ((RESETTABLE,), (HUNG, HUNG, HUNG), (log_xid(119, gpus=HANGS),)):
+        assert then(begun, *found) == StartStrategy(Strategy.REBOOT_NODE, (), ANY)
+
+
 def test_a_node_that_boots_and_initialises_its_gpus_is_not_reset() -> None:
     """It was silent while it booted, and NVML does not answer while eight GPUs initialise."""
     assert isinstance(then(BEGUN, SILENT, SILENT, HUNG), ExamineNode)

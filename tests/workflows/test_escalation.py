@@ -203,6 +203,7 @@ async def world(
     faults: tuple[Fault, ...] = (),
     repairs: str = "act",
     deaf: bool = False,
+    kind: type[SimulatedBackend] = SimulatedBackend,
     order_repair: Callable[..., Any] | None = None,
 ) -> AsyncIterator[World]:
     """One node with one GPU, its worker, and a stand-in for its fleet.
@@ -216,7 +217,7 @@ async def world(
         repairs=repairs,
         nodes=(FleetNode(name="n1", address="10.0.0.1", gpus=1),),
     )
-    backend = SimulatedBackend(spec, Script(happenings, faults))
+    backend = kind(spec, Script(happenings, faults))
     made = World(
         client, f"q-{uuid.uuid4().hex[:8]}", name, backend, Told(client, name, answers, deaf)
     )
@@ -244,6 +245,27 @@ async def world(
 
 
 # --- what an examination calls for
+
+
+class Unresettable(SimulatedBackend):
+    """Nodes as on ECS: every order to reset GPUs would be refused."""
+
+    no_reset = "their platform holds the GPUs open"
+
+
+async def test_s1_5_no_person_is_asked_for_a_reset_that_is_refused(server: Client) -> None:
+    async with world(server, BY_REBOOT, repairs="ask", kind=Unresettable) as one:
+        ended = await one.ended(Strategy.RESET_GPU, job="llama")
+        assert ended.outcome == "refused" and ended.reason.endswith(Unresettable.no_reset)
+        assert (one.did, one.told.requests) == ([], [])
+        repair = await one.order()
+        await one.until_asked(repair, Strategy.REBOOT_NODE)
+        assert one.did == ["diagnose"]
+        await repair.execute_update("answer", {"decision": "approve", "by": "grace"})
+        ended = await one.end_of(repair)
+        assert (ended.outcome, ended.verdict) == ("done", Verdict.HEALTHY), ended.reason
+        assert [command for command in one.did if command != "diagnose"] == ["reboot"]
+        assert one.told.requests == [(1, "reboot")]
 
 
 @pytest.mark.parametrize("repairs", ["act", "ask", "observe"])

@@ -126,6 +126,9 @@ class NodeRepair:
                 f"the file of fleet {start.fleet} has no power: {{cycle: [COMMAND, …]}} for it"
             )
             return f"cannot power-cycle {start.node}: {missing}"
+        if start.strategy is Strategy.RESET_GPU and terms.no_reset:
+            # Before a person is asked for approval of an order that would be refused.
+            return f"cannot reset the GPUs of {start.node}: {terms.no_reset}"
         return ""
 
     async def _report_end(self, end: FinishRepair) -> NodeRepairResult:
@@ -147,6 +150,7 @@ class NodeRepair:
         escalation = Escalation(
             start.node,
             start.reason,
+            can_reset=not self._terms.no_reset,
             can_power_cycle=self._terms.power,
             after_reboot=start.after_reboot,
         )

@@ -40,7 +40,7 @@ from relaunch.backends.ecs.legacy_tables import Mirror, TableMirror
 from relaunch.backends.ecs.occupants import occupants
 from relaunch.backends.ecs.quarantine import Marks
 from relaunch.backends.ecs.rank_logs import RankLogs
-from relaunch.backends.ecs.repairs import Repairs
+from relaunch.backends.ecs.repairs import NO_RESET, Repairs
 from relaunch.backends.ecs.sns import Topic
 from relaunch.backends.ecs.stream import AGENT_FLAPS, SETTLES, EndedStream, TaskStream
 from relaunch.backends.ecs.tasks import Task, build_started_by, job_attribute, token_of
@@ -60,6 +60,7 @@ NOT_READ = {"unreadable": "ECS tells how many GPUs a machine has, not who comput
 class EcsBackend:
     fences: ClassVar[bool] = False
     sees_people: ClassVar[bool] = True
+    no_reset: ClassVar[str] = NO_RESET
 
     def __init__(self, spec: FleetSpec, options: EcsOptions, settles: float = SETTLES) -> None:
         """Create a backend.

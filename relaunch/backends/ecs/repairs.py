@@ -33,6 +33,10 @@ RETIRED = ("instance-retirement", "instance-stop")
 """Events that EC2 schedules for failing hardware: a reboot keeps the instance on it, a stop and
 start moves it to other hardware.
 """
+NO_RESET = (
+    "relaunch does not reset GPUs of an ECS instance: "
+    "ECS and its GPU runtime hold them open; reboot it instead"
+)
 LOST_BY_A_STOP = (
     "stopped and started by EC2, on other hardware; what was on instance store volumes is lost"
 )
@@ -265,11 +269,7 @@ class Repairs:
     # --- the rest
 
     def reset_gpus(self, node: str) -> Refusal:
-        reason = (
-            "relaunch does not reset GPUs of an ECS instance: "
-            "ECS and its GPU runtime hold them open; reboot it instead"
-        )
-        return Refusal(node, "cannot_reset", reason)
+        return Refusal(node, "cannot_reset", NO_RESET)
 
 
 def _unlike(node: str, boot_id: str, facts: Mapping[str, Any]) -> Refusal | None:
