@@ -12,8 +12,10 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from relaunch.backends.base import Refusal, Unreachable
+from relaunch.backends.ecs import repairs as repairs_module
 from relaunch.backends.ecs.aws import Aws, AwsError, Kind
 from relaunch.backends.ecs.quarantine import Marks
 from relaunch.backends.ecs.reboots import (
@@ -26,6 +28,7 @@ from relaunch.backends.ecs.reboots import (
     format_entry,
     read,
 )
+from relaunch.backends.ecs.repairs import HARD_RESET
 from relaunch.backends.ecs.tasks import build_started_by
 from relaunch.evidence.catalog import catalog
 from relaunch.evidence.findings import Verdict
@@ -59,7 +62,8 @@ from tests.backends.ecs_site import (
     nothing_told,
     real,
 )
-from tests.doubles.aws import LOST, THROTTLE, error
+from tests.doubles.aws import LOST, RESET, THROTTLE, error
+from tests.doubles.aws.groups import Group
 from tests.recovery.nodes import PASS
 
 __all__ = ["aws", "make", "nothing_told", "real"]
@@ -72,6 +76,8 @@ class Killed(Exception):
 ACTS = (
     "CreateTags",
     "DeleteTags",
+    "EnterStandby",
+    "ExitStandby",
     "UpdateContainerInstancesState",
     "RebootInstances",
     "StopInstances",
@@ -249,19 +255,32 @@ async def test_a_node_that_never_returns_is_unknown_until_power_cycled(
     assert (site.status, site.instance.machine.power) == ("ACTIVE", "running")
 
 
-@pytest.mark.parametrize("of", ["reboot", pytest.param("power", marks=pytest.mark.long)])
-async def test_s1_6_a_worker_killed_between_two_calls_reboots_once(make: Make, of: str) -> None:
+@pytest.mark.parametrize(
+    ("of", "in_group", "acts"),
+    [
+        pytest.param("reboot", False, 4, id="a reboot"),
+        pytest.param("reboot", True, 7, id="a reboot in a group"),
+        pytest.param("power", False, 5, id="a stop and start", marks=pytest.mark.long),
+        pytest.param("power", True, 8, id="those in a group", marks=pytest.mark.long),
+    ],
+)
+async def test_s1_6_a_worker_killed_between_two_calls_reboots_once(
+    make: Make, of: str, in_group: bool, acts: int
+) -> None:
     """However much of it was done, the next look finishes it.
 
     Or nothing of it is left and it is ordered again.
     """
     whole = make()
+    if in_group:
+        grouped(whole)
     alive = add_worker(whole, Dying(whole.aws.real))
     await _ordered(alive, of)
-    assert alive.aws.acted == {"reboot": 4, "power": 5}[of]
+    assert alive.aws.acted == acts
 
     async def killed_after(acts: int) -> None:
         site = make()
+        group = grouped(site) if in_group else None
         before = site.instance.boot_id
         with pytest.raises(Killed):
             await _ordered(add_worker(site, Dying(site.aws.real, acts)), of)
@@ -270,8 +289,41 @@ async def test_s1_6_a_worker_killed_between_two_calls_reboots_once(make: Make, o
             f"killed after {acts} of {alive.aws.acted}"
         )
         assert site.count_requests("RebootInstances") == (1 if of == "reboot" else 0)
+        if group is not None:
+            await eventually(lambda: (state_in(group, site), group.desired) == ("InService", 1))
 
     await asyncio.gather(*(killed_after(acts) for acts in range(alive.aws.acted)))
+
+
+@pytest.mark.parametrize("call", ["ExitStandby", "UpdateContainerInstancesState", "CreateTags"])
+async def test_s1_6_a_worker_killed_as_a_node_returns_is_replaced(make: Make, call: str) -> None:
+    """The calls after the reboot: out of Standby, to ACTIVE, and the end of the journal's entry."""
+    site = make()
+    group = grouped(site)
+    site.instance.machine.connects = False
+    await site.reboot()
+    await _booted(site)
+    dying = add_worker(site, DyingAt(site.aws.real, call))
+    with pytest.raises(Killed):
+        await dying.settled()
+    journal = await add_worker(site).settled()
+    assert [entry.over for entry in journal.entries] == [True]
+    await eventually(lambda: (state_in(group, site), group.desired) == ("InService", 1))
+    assert (site.status, site.instance.boots) == ("ACTIVE", 2)
+    assert [site.count_requests(name) for name in ("EnterStandby", "ExitStandby")] == [1, 1]
+
+
+class DyingAt(Calls):
+    """Before its first call of an operation."""
+
+    def __init__(self, real: Aws, operation: str) -> None:
+        super().__init__(real)
+        self._operation = operation
+
+    async def call(self, service: str, operation: str, **request: Any) -> dict[str, Any]:
+        if operation == self._operation:
+            raise Killed
+        return await super().call(service, operation, **request)
 
 
 async def _ordered(site: Site, of: str) -> None:
@@ -300,6 +352,133 @@ async def _recovered(site: Site, before: str, of: str) -> None:
         if not journal.list_reboots(before, launched):
             await _ordered(site, of)
     raise AssertionError("it was never rebooted")
+
+
+# --- reboots in an Auto Scaling group
+
+
+def grouped(site: Site, min_size: int = 0, max_size: int = 1) -> Group:
+    """Put the instance into a new group, which terminates it if it goes down in service."""
+    return site.double.add_group(f"group of {site.ec2_id}", [site.ec2_id], min_size, max_size)
+
+
+def state_in(group: Group, site: Site) -> str:
+    return group.states[site.ec2_id]
+
+
+async def test_s1_6_a_reboot_is_in_the_standby_of_its_group(make: Make) -> None:
+    site = make()
+    group = grouped(site)
+    site.instance.machine.connects = False  # as long as the test wants
+    before = site.instance.boot_id
+    assert await site.reboot() == {"outcome": "done", "boot_id": before}
+    await _booted(site)
+    assert (state_in(group, site), group.desired) == ("Standby", 0)
+    await add_worker(site).settled()
+    await eventually(lambda: (state_in(group, site), group.desired) == ("InService", 1))
+    assert (site.status, site.instance.boots) == ("ACTIVE", 2)
+    alone = make()
+    await alone.reboot()
+    await _booted_by_itself(alone)
+    await alone.settled()
+    assert [alone.count_requests(name) for name in ("EnterStandby", "ExitStandby")] == [0, 0]
+
+
+async def test_a_group_at_its_minimum_is_why_it_is_not_rebooted(
+    make: Make, snapshot: SnapshotAssertion
+) -> None:
+    site, denied = make(), make()
+    group = grouped(site, min_size=1)
+    refused = await site.reboot()
+    assert isinstance(refused, Refusal) and refused.why == "held", "no power cycle follows that"
+    assert refused.reason.replace(site.ec2_id, "i-1") == snapshot
+    assert (site.status, site.instance.boots, state_in(group, site)) == ("ACTIVE", 1, "InService")
+    assert (await Journal.read(site.aws, site.ec2_id)).entries == ()
+    grouped(denied)
+    site.double.faults.add("EnterStandby", error("AccessDenied", "no", 403))
+    refused = await denied.reboot()
+    assert isinstance(refused, Refusal) and refused.reason.endswith("AccessDenied: no")
+    site.double.faults.add("DescribeAutoScalingInstances", error("AccessDenied", "no", 403))
+    refused = await denied.reboot()
+    assert isinstance(refused, Refusal) and refused.why == "held"
+    for one in (site, denied):
+        assert (one.status, one.count_requests("RebootInstances")) == ("ACTIVE", 0)
+
+
+async def test_a_reboot_refused_in_standby_leaves_it_again(make: Make) -> None:
+    site = make()
+    group = grouped(site)
+    site.double.faults.add("RebootInstances", error("UnauthorizedOperation", "no", 403))
+    refused = await site.reboot()
+    assert isinstance(refused, Refusal) and refused.why == "cannot_reboot"
+    await eventually(lambda: (state_in(group, site), group.desired) == ("InService", 1))
+    assert site.status == "ACTIVE" and (await site.settled(0.1)).entries == ()
+
+
+async def test_an_instance_in_a_persons_standby_stays_there(make: Make) -> None:
+    site, leaving = make(), make()
+    group, other = grouped(site), grouped(leaving)
+    group.states[site.ec2_id], group.desired = "Standby", 0
+    await site.reboot()
+    await _booted_by_itself(site)
+    await site.settled()
+    assert (state_in(group, site), site.status) == ("Standby", "ACTIVE")
+    other.states[leaving.ec2_id] = "Terminating"
+    refused = await leaving.reboot()
+    assert isinstance(refused, Refusal) and "has it Terminating" in refused.reason
+    assert (leaving.status, leaving.count_requests("CreateTags")) == ("ACTIVE", 0)
+
+
+async def _booted_by_itself(site: Site) -> None:
+    await eventually(
+        lambda: site.instance.boots == 2 and site.instance.machine.registered.agent_connected
+    )
+    site.clock.ahead += HARD_RESET + 60  # its short absence may have been missed
+
+
+async def test_a_group_that_takes_it_not_back_is_named(make: Make) -> None:
+    site = make()
+    group = grouped(site)
+    await site.reboot()
+    await _booted_by_itself(site)
+    group.max_size = 0
+    with pytest.raises(Unreachable, match=r"does not take it back from Standby: .* max-size=0"):
+        await site.settled(0.1)
+    group.max_size = 1
+    await add_worker(site).settled()
+    await eventually(lambda: state_in(group, site) == "InService")
+    assert site.status == "ACTIVE"
+
+
+@pytest.mark.parametrize("kind", [LOST, RESET], ids=["applied", "not applied"])
+async def test_an_answer_of_its_group_that_is_lost_is_looked_at(make: Make, kind: Any) -> None:
+    site = make()
+    group = grouped(site)
+    before = site.instance.boot_id
+    site.double.faults.add("EnterStandby", kind)
+    with pytest.raises(Unreachable, match="not answered"):
+        await site.reboot()
+    await _recovered(add_worker(site), before, "reboot")
+    await eventually(lambda: (state_in(group, site), group.desired) == ("InService", 1))
+    assert (site.count_requests("RebootInstances"), site.status) == (1, "ACTIVE")
+
+
+async def test_a_group_that_takes_too_long_is_waited_for_later(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = make()
+    group = grouped(site)
+    monkeypatch.setattr(repairs_module, "STANDBY_TIMEOUT", 0.0)
+    monkeypatch.setattr(site.double.delays, "standby", 3600.0)
+    with pytest.raises(Unreachable, match=r"has it EnteringStandby, 0 s after"):
+        await site.reboot()
+    site.clock.ahead += HARD_RESET + 60
+    with pytest.raises(Unreachable, match="still putting it into Standby"):
+        await site.settled(0.1)
+    group.states[site.ec2_id] = "Standby"
+    await add_worker(site).settled()
+    assert (site.count_requests("RebootInstances"), site.status) == (0, "ACTIVE")
+    assert (state_in(group, site), group.desired) == ("Pending", 1)
 
 
 # --- power
@@ -432,44 +611,24 @@ async def test_one_that_cannot_be_stopped_is_left_as_it_is(make: Make) -> None:
     assert site.instance.boots == 1
 
 
-class Group(Calls):
-    """An Auto Scaling group that has the instance, and takes one look to apply a change."""
-
-    def __init__(self, real: Aws) -> None:
-        super().__init__(real)
-        self.state = "InService"
-        self.orders: list[tuple[str, str]] = []
-
-    async def call(self, service: str, operation: str, **request: Any) -> dict[str, Any]:
-        if operation == "StopInstances":
-            self.orders.append((operation, self.state))
-        if service != "autoscaling":
-            return await super().call(service, operation, **request)
-        if operation != "DescribeAutoScalingInstances":
-            self.orders.append((operation, self.state))
-            self.state = "EnteringStandby" if operation == "EnterStandby" else "InService"
-            return {}
-        now = self.state
-        self.state = "Standby" if now == "EnteringStandby" else now
-        return {"AutoScalingInstances": [{"AutoScalingGroupName": "gpus", "LifecycleState": now}]}
-
-
 async def test_an_auto_scaling_group_must_leave_it_alone_during_that(make: Make) -> None:
     site = make()
-    aws = Group(site.aws.real)
-    assert (await add_worker(site, aws).repairs.cycle_power("n1", site.ec2_id, REPAIR, 20.0))[
-        "exit_code"
-    ] == 0
-    assert aws.orders == [
-        ("EnterStandby", "InService"),
-        ("StopInstances", "Standby"),
-        ("ExitStandby", "Standby"),
-    ]
-    aws.state, aws.orders = "Standby", []  # a person put it there, and it stays
-    assert (await add_worker(site, aws).repairs.cycle_power("n1", site.ec2_id, "repair/2", 20.0))[
-        "exit_code"
-    ] == 0
-    assert aws.orders == [("StopInstances", "Standby")]
+    group = grouped(site)
+    assert (await site.repairs.cycle_power("n1", site.ec2_id, REPAIR, 20.0))["exit_code"] == 0
+    assert site.instance.boots == 2, "out of Standby the group would have terminated it"
+    await eventually(lambda: (state_in(group, site), group.desired) == ("InService", 1))
+    group.states[site.ec2_id], group.desired = "Standby", 0  # a person put it there, and it stays
+    assert (await site.repairs.cycle_power("n1", site.ec2_id, "repair/2", 20.0))["exit_code"] == 0
+    assert (state_in(group, site), group.desired) == ("Standby", 0)
+    assert [site.count_requests(name) for name in ("EnterStandby", "ExitStandby")] == [1, 1]
+
+
+async def test_a_group_at_its_minimum_is_why_it_is_not_stopped(make: Make) -> None:
+    site = make()
+    group = grouped(site, min_size=1)
+    answer = await site.repairs.cycle_power("n1", site.ec2_id, REPAIR, 20.0)
+    assert answer["exit_code"] == 1 and "min-size=1" in answer["output"]
+    assert (site.instance.boots, state_in(group, site)) == (1, "InService")
 
 
 async def test_a_stop_that_hangs_is_forced(make: Make) -> None:

@@ -184,6 +184,7 @@ def test_only_tagged_machines_restart_and_workers_cannot_tag() -> None:
         "ec2:StartInstances",
         "ec2:CreateTags",
         "autoscaling:EnterStandby",
+        "autoscaling:ExitStandby",
     ):
         assert "aws:ResourceTag/relaunch" in by_action[action]["Condition"]["StringEquals"], action
     keys = by_action["ec2:CreateTags"]["Condition"]["ForAllValues:StringLike"]["aws:TagKeys"]

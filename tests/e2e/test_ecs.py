@@ -137,6 +137,8 @@ async def test_s1_3_s1_5_s1_6_s1_8_s1_10_ecs_reboot_once_fault_to_end(
     go = world.folder / "n2-may-be-judged"
     faulty = "v4_r2_gpu6_faulty_memory_isolate.json"
     examined_by(aws, "n2", nvml, faulty, 226, until=str(go))
+    # It terminates an instance that goes down and is not in Standby.
+    group = aws.aws.add_group("gpus", [aws.instances[name].ec2_id for name in world.names])
     boots = {name: aws.instances[name].boots for name in world.names}
     aws.instances[
         "n2"
@@ -169,12 +171,14 @@ async def test_s1_3_s1_5_s1_6_s1_8_s1_10_ecs_reboot_once_fault_to_end(
     await job.until(seen_away, "n2 is not seen to be away", 120)
     await shown(aws, "ecs_job", job.name, job_status="PENDING_RESTART", retry="0")
     await shown(aws, "ecs_node", "n2", node_status="REBOOTING")
+    assert group.states[aws.instances["n2"].ec2_id] == "Standby"
     registered = aws.instances["n2"].arn.rpartition("/")[2]
     await shown(aws, "ecs_container_instance", registered, status="REBOOTING", node_name="n2")
     examined_by(aws, "n2", nvml, "v4_r1_pass_8gpu.json")
     aws.instances["n2"].connect()
     await job.until_phase("RUNNING", generation=2, patience=300)
     await job.until_steps()
+    assert (set(group.states.values()), group.desired) == ({"InService"}, len(world.names))
     assert {name: aws.instances[name].boots - boots[name] for name in world.names} == {
         "n1": 0,
         "n2": 1,

@@ -47,6 +47,8 @@ THROTTLES = (
     "RequestThrottled",
     "SlowDown",
     "BandwidthLimitExceeded",
+    # Auto Scaling: another update of the group is under way.
+    "ResourceContention",
 )
 DENIALS = (
     "AccessDenied",

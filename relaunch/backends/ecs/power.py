@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from relaunch.backends.ecs.aws import Aws, AwsError, Kind
 from relaunch.backends.ecs.cluster import Cluster, UnknownInstance
 from relaunch.backends.ecs.reboots import Journal, JournalEntry, JournalPhase, launch
+from relaunch.backends.ecs.standby import IN_SERVICE, STANDBY, Standby, explain_refusal
 
 FORCE_AFTER = 120.0
 """Seconds until the stop is forced. A hanging driver can keep the system from shutting down, and
@@ -36,6 +37,7 @@ class PowerCycle:
     def __init__(self, cluster: Cluster, aws: Aws, now: Callable[[], float] = time.time) -> None:
         self._cluster = cluster
         self._aws = aws
+        self._standby = Standby(aws)
         self._now = now
 
     async def step(self, journal: Journal, entry: JournalEntry) -> UnfinishedCycle | None:
@@ -62,38 +64,37 @@ class PowerCycle:
                 return UnfinishedCycle(f"EC2 says that it is {state or 'unknown'}", FAILED)
 
     async def _stop(self, journal: Journal, entry: JournalEntry) -> UnfinishedCycle:
-        group, state = await self._group(journal.ec2_id)
-        if state == "InService":
-            # An Auto Scaling group terminates an instance that was stopped, and starts another.
+        member = await self._standby.read(journal.ec2_id)
+        if member.state == IN_SERVICE:
             entry = await journal.write(replace(entry, standby=True))
-            request = {"AutoScalingGroupName": group, "ShouldDecrementDesiredCapacity": True}
             try:
-                await self._aws.call(
-                    "autoscaling", "EnterStandby", InstanceIds=[journal.ec2_id], **request
-                )
+                await self._standby.enter(journal.ec2_id, member.group)
             except AwsError as error:
-                return await self._give_up(journal, replace(entry, standby=False), error)
-        if state not in ("", "Standby"):
+                reason = explain_refusal(member.group, error)
+                entry = replace(entry, standby=False)
+                return await self._give_up(journal, entry, error, reason)
+        if member.state not in ("", STANDBY):
             return UnfinishedCycle(
-                f"its Auto Scaling group {group} has it {state}; "
+                f"its Auto Scaling group {member.group} has it {member.state}; "
                 "it is stopped when that says Standby"
             )
         try:
             await self._aws.call("ec2", "StopInstances", InstanceIds=[journal.ec2_id])
         except AwsError as error:
-            return await self._give_up(journal, entry, error)
+            return await self._give_up(journal, entry, error, error.reason)
         if not entry.sent:
             await journal.write(replace(entry, phase=JournalPhase.SENT, sent=True))
         return UnfinishedCycle("EC2 was asked to stop it")
 
     async def _give_up(
-        self, journal: Journal, entry: JournalEntry, error: AwsError
+        self, journal: Journal, entry: JournalEntry, error: AwsError, reason: str
     ) -> UnfinishedCycle:
         if error.kind not in (Kind.REFUSED, Kind.DENIED):
             return UnfinishedCycle(error.reason)
-        await self._leave_standby(journal, entry)
+        if entry.standby and (stays := await self._standby.leave(journal.ec2_id)):
+            return UnfinishedCycle(stays)
         await journal.write(entry.advance(JournalPhase.DONE))
-        return UnfinishedCycle(f"it was not stopped: {error.reason}", FAILED)
+        return UnfinishedCycle(f"it was not stopped: {reason}", FAILED)
 
     async def _stopping(self, journal: Journal, entry: JournalEntry) -> UnfinishedCycle:
         since = self._now() - entry.at
@@ -129,27 +130,7 @@ class PowerCycle:
             return UnfinishedCycle(f"it runs, and {error.reason} yet")
         if not instance.agent_connected:
             return UnfinishedCycle("it runs, and its ECS agent is not connected yet")
-        await self._leave_standby(journal, entry)
+        if entry.standby and (stays := await self._standby.leave(journal.ec2_id)):
+            return UnfinishedCycle(stays)
         await journal.write(entry.advance(JournalPhase.DONE))
         return None
-
-    async def _leave_standby(self, journal: Journal, entry: JournalEntry) -> None:
-        if not entry.standby:
-            return
-        group, state = await self._group(journal.ec2_id)
-        if state == "Standby":
-            await self._aws.call(
-                "autoscaling",
-                "ExitStandby",
-                InstanceIds=[journal.ec2_id],
-                AutoScalingGroupName=group,
-            )
-
-    async def _group(self, ec2_id: str) -> tuple[str, str]:
-        """Return the Auto Scaling group and lifecycle state of an instance; both empty if none."""
-        answer = await self._aws.call(
-            "autoscaling", "DescribeAutoScalingInstances", InstanceIds=[ec2_id]
-        )
-        for one in answer.get("AutoScalingInstances") or ():
-            return str(one.get("AutoScalingGroupName") or ""), str(one.get("LifecycleState") or "")
-        return "", ""

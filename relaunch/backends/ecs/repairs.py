@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from relaunch.backends.base import Refusal, Unreachable
@@ -18,6 +19,7 @@ from relaunch.backends.ecs.cluster import Cluster, UnknownInstance
 from relaunch.backends.ecs.occupants import names, occupants
 from relaunch.backends.ecs.power import NO_CAPACITY, PowerCycle
 from relaunch.backends.ecs.reboots import Journal, JournalEntry, JournalPhase, Way, launch
+from relaunch.backends.ecs.standby import IN_SERVICE, STANDBY, Standby, explain_refusal
 from relaunch.backends.ecs.tasks import Instance
 from relaunch.spec.fleet import EcsOptions
 
@@ -28,6 +30,10 @@ instance that does not shut down within a few minutes.
 BEGIN_TIMEOUT = 60.0
 """Seconds from the intent until its worker has drained the instance or is gone: each of the calls
 in between ends within thirteen.
+"""
+STANDBY_TIMEOUT = 45.0
+"""Seconds for an Auto Scaling group to put an instance into Standby, which takes a few unless a
+load balancer drains it. With the probe before, that is less than an order to reboot may take.
 """
 RETIRED = ("instance-retirement", "instance-stop")
 """Events that EC2 schedules for failing hardware: a reboot keeps the instance on it, a stop and
@@ -58,6 +64,7 @@ class Repairs:
         self._look = look
         self._now = now
         self._power = PowerCycle(cluster, aws, now)
+        self._standby = Standby(aws)
 
     # --- reboot
 
@@ -108,12 +115,37 @@ class Repairs:
         self, node: str, journal: Journal, entry: JournalEntry
     ) -> Mapping[str, Any] | Refusal:
         instance = await self._cluster.instance(journal.ec2_id)
+        try:
+            member = await self._standby.read(journal.ec2_id)
+        except AwsError as error:
+            if error.kind in (Kind.THROTTLED, Kind.UNAVAILABLE):
+                raise
+            return Refusal(node, "held", f"its Auto Scaling group is not known: {error.reason}")
+        if member.state not in ("", IN_SERVICE, STANDBY):
+            return Refusal(
+                node,
+                "held",
+                f"its Auto Scaling group {member.group} has it {member.state}, expected "
+                f"{IN_SERVICE} or {STANDBY}",
+            )
         await journal.write(entry)
         await self._set_state(instance, "DRAINING")
         # From here on ECS places nothing there: only tasks that are there now could be lost.
         if on_it := _busy(await self._cluster.tasks_on(journal.ec2_id)):
             await self._undo(journal, entry, instance)
             return Refusal(node, "busy", on_it)
+        if member.state == IN_SERVICE:
+            entry = await journal.write(replace(entry, standby=True))
+            try:
+                await self._standby.enter(journal.ec2_id, member.group)
+            except AwsError as error:
+                if error.kind is Kind.UNAVAILABLE:
+                    raise
+                await self._undo(journal, replace(entry, standby=False), instance)
+                if error.kind is Kind.THROTTLED:
+                    raise
+                return Refusal(node, "held", explain_refusal(member.group, error))
+            entry = await self._await_standby(node, journal, entry)
         try:
             await self._aws.call("ec2", "RebootInstances", InstanceIds=[journal.ec2_id])
         except AwsError as error:
@@ -127,7 +159,30 @@ class Repairs:
         await journal.write(entry.advance(JournalPhase.SENT))
         return {"outcome": "done", "boot_id": entry.before}
 
+    async def _await_standby(
+        self, node: str, journal: Journal, entry: JournalEntry
+    ) -> JournalEntry:
+        """Wait until the instance is in Standby, and return the entry of the reboot that is due.
+
+        Raises:
+            Unreachable: It is not in Standby in time. A later probe takes it out again.
+        """
+        until = time.monotonic() + STANDBY_TIMEOUT
+        while (member := await self._standby.read(journal.ec2_id)).state != STANDBY:
+            if time.monotonic() >= until:
+                raise Unreachable(
+                    node,
+                    f"it was not rebooted: its Auto Scaling group {member.group} has it "
+                    f"{member.state or 'no more'}, {STANDBY_TIMEOUT:.0f} s after it was asked to "
+                    "put it into Standby",
+                )
+            await asyncio.sleep(self._look)
+        # The time that a reboot may take is counted from its order.
+        return await journal.write(replace(entry, at=self._now()))
+
     async def _undo(self, journal: Journal, entry: JournalEntry, instance: Instance) -> None:
+        if entry.standby and await self._standby.leave(journal.ec2_id):
+            return  # the entry stays: later probes of the node go on with this
         await self._set_state(instance, "ACTIVE")
         await journal.withdraw(entry)
 
@@ -203,12 +258,16 @@ class Repairs:
                 return f"its reboot is about to be ordered, since {age:.0f} s"
             # an instance is drained before it is rebooted: the worker that wrote the entry did
             # neither
+            if entry.standby and (stays := await self._standby.leave(journal.ec2_id)):
+                return stays
             await journal.withdraw(entry)
             return ""
         # An agent stays connected for a while after the order, and a short disconnection may have
         # been missed.
         if entry.phase is not JournalPhase.DOWN and age < HARD_RESET:
             return f"its reboot was ordered {age:.0f} s ago, and it has not gone down"
+        if entry.standby and (stays := await self._standby.leave(journal.ec2_id)):
+            return stays
         if instance.status == "DRAINING":
             await self._set_state(instance, "ACTIVE")
         await journal.write(entry.advance(JournalPhase.DONE))

@@ -1,6 +1,6 @@
 """A double of AWS for tests: Amazon ECS on container instances, written here.
 
-EC2, SQS, SNS, DynamoDB, Logs and Auto Scaling by moto.
+Auto Scaling's Standby and health checks, too; EC2, SQS, SNS, DynamoDB and Logs by moto.
 
 It plays AWS as documented, over real HTTP on the loopback interface, with containers that are real
 processes. So it proves code against our reading of AWS's documents; it proves nothing about AWS.
@@ -8,14 +8,15 @@ What is documented: RunTask's idempotency (ECS_Idempotency), the limits and char
 operation's page, `failures` with HTTP 200 (API failure reasons), the cluster query language, the
 stop codes and the SIGTERM-then-SIGKILL of StopTask, that stopped tasks are forgotten after an hour,
 that attributes count at placement, that events carry versions and no tags and may be lost, doubled
-or late. What is chosen, as no document says it, stands in machines.py. Not played: services,
-Fargate, StartTask, capacity providers, an Auto Scaling group that ends instances which were
-stopped.
+or late, that an Auto Scaling group terminates an instance that goes down, unless in Standby. What
+is chosen, as no document says it, stands in machines.py and groups.py. Not played: services,
+Fargate, StartTask, capacity providers, an Auto Scaling group that launches instances.
 
     with AwsDouble(tmp_path) as aws:                        # starts within 4 s; share one a module
     where tests do not disturb each other
         node = aws.add_instance(gpus=8)                     # an EC2 id that is a container instance
         of the cluster aws.cluster ("training")
+        aws.add_group("gpus", [node], min_size=1)           # has .states and .desired
         aws.register("train", [{"name": "trainer", "image": "any", "command": ["python3", "-c",
         "..."]}])
         for name, value in aws.environment().items():       # AWS_ENDPOINT_URL, credentials, region:

@@ -14,6 +14,7 @@ from tests.doubles.aws.ecs import HOUR, Ecs
 from tests.doubles.aws.events import Events
 from tests.doubles.aws.faults import Faults
 from tests.doubles.aws.front import Call, Front, Server
+from tests.doubles.aws.groups import Group, Groups
 from tests.doubles.aws.machines import Delays, Machine, Node
 from tests.doubles.aws.moto_side import Moto, MotoRefusal
 from tests.doubles.aws.power import Power
@@ -122,7 +123,10 @@ class AwsDouble:
         self.events = Events(self._moto.send_message, self._clockwork.now)
         self.ecs = Ecs(self._clockwork, self.changed, self.lock)
         self.ecs.clusters[self.cluster] = Cluster(self.cluster)
-        self._front = Front(self.ecs, self._moto.app, self.power)
+        self._groups = Groups(
+            self._machines, self.lock, self._clockwork, self.delays, self._moto.set_state
+        )
+        self._front = Front(self.ecs, self._moto.app, self.power, self._groups)
         self._node = Node(
             self._clockwork,
             self._spawner,
@@ -131,6 +135,7 @@ class AwsDouble:
             self._agent_path,
             self._logs,
             self._moto.set_state,
+            self._groups.fail_health_check,
         )
         self._server = Server(self._front, self._port)
         self._moto.url = self._server.url
@@ -227,6 +232,16 @@ class AwsDouble:
         registration = ContainerInstance(cluster, machine, self._clockwork.now())
         cluster.instances[registration.id] = registration
         return registration
+
+    def add_group(
+        self, name: str, ec2_ids: Sequence[str], min_size: int = 0, max_size: int = 100
+    ) -> Group:
+        """An Auto Scaling group that has these instances in service."""
+        states = dict.fromkeys(ec2_ids, "InService")
+        with self.lock:
+            group = Group(name, min_size, max_size, len(ec2_ids), states)
+            self._groups.groups[name] = group
+        return group
 
     def instance(self, ec2_id: str) -> Instance:
         return Instance(self, self._machines[ec2_id])

@@ -49,6 +49,8 @@ class Front:
     """The WSGI application."""
     power: Callable[[Call, Callable[[], Answer]], Answer]
     """Answers the calls to EC2 that machines have to know of."""
+    groups: Callable[[Call, Callable[[], Answer]], Answer]
+    """Answers the calls to Auto Scaling."""
     faults: Faults = field(default_factory=Faults)
     calls: Counter[str] = field(default_factory=Counter)
     log: list[Call] = field(default_factory=list)
@@ -110,6 +112,8 @@ class Front:
 
         if call.service == "ec2":
             return self.power(call, by_moto)
+        if call.service == "autoscaling":
+            return self.groups(call, by_moto)
         return by_moto()
 
     def _by_moto(self, environ: dict[str, Any], body: bytes) -> Answer:

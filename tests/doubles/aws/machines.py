@@ -47,6 +47,8 @@ class Delays:
     """Of StopInstances: `stopping` for so long."""
     terminated: float = 0.2
     """Until ECS notices that an instance was terminated."""
+    standby: float = 0.1
+    """From an order to an Auto Scaling group until an instance is in Standby, or in service."""
 
 
 @dataclass
@@ -63,6 +65,8 @@ class Node:
     """Where a container's lines go; raises CannotStart where the log group is missing."""
     ec2: Callable[[str, str], None]
     """Tells EC2 of an instance's state."""
+    fails: Callable[[str], None] = lambda ec2_id: None
+    """Tells the Auto Scaling group of an instance that it goes down."""
 
 
 @dataclass
@@ -272,13 +276,16 @@ class Machine:
 
     def _reboot_now(self) -> None:
         self.lose_power()
-        self._boot()
+        self.node.fails(self.ec2_id)
+        if self.power != "terminated":
+            self._boot()
 
     def stop(self) -> None:
         self.power = "stopping"
         self.node.ec2(self.ec2_id, "stopping")
         self.lose_power()
         self._after(self.node.delays.power_off, self._stopped)
+        self.node.fails(self.ec2_id)
 
     def _stopped(self) -> None:
         self.power = "stopped"

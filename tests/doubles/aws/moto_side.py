@@ -18,7 +18,7 @@ from tests.doubles.aws.values import ACCOUNT, REGION
 # Read when moto is imported: its list of machine images costs a second, and no test here asks for
 # one.
 os.environ.setdefault("MOTO_EC2_LOAD_DEFAULT_AMIS", "false")
-_CODES = {"pending": 0, "running": 16, "stopping": 64, "stopped": 80}
+_CODES = {"pending": 0, "running": 16, "stopping": 64, "stopped": 80, "terminated": 48}
 _TARGETS = {"logs": "Logs_20140328", "sqs": "AmazonSQS"}
 
 
