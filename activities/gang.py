@@ -133,6 +133,8 @@ class WatchedShard:
     ) -> None:
         now = read_boot_clock()
         self.input = input
+        self.exit_delay = 0.0
+        """Seconds by which the backend may report one exit later than another."""
         self._nodes = {
             node: NodeView(
                 now,
@@ -501,14 +503,21 @@ class WatchedShard:
 
     async def _gather(self) -> None:
         await asyncio.sleep(GATHER_DELAY_S)
-        until = time.monotonic() + CASCADE_GATHER_TIMEOUT_S
-        while not any(root for _, root in self._faults) and time.monotonic() < until:
+        until = time.monotonic() + CASCADE_GATHER_TIMEOUT_S + self.exit_delay
+        while self._may_have_later_root() and time.monotonic() < until:
             self._news.clear()
             try:
                 async with asyncio.timeout(max(0.0, until - time.monotonic())):
                     await self._news.wait()
             except TimeoutError:
                 return
+
+    def _may_have_later_root(self) -> bool:
+        """Return whether only secondary failures have arrived, and another rank may be the root."""
+        if self._cancelled is not None or any(root for _, root in self._faults):
+            return False
+        is_whole_job = self.input.judges and not self.input.others
+        return not (is_whole_job and all(map(self._all_exited, self._nodes.values())))
 
     def _make_fault(self) -> FaultObserved:
         # Put the node's own evidence (kernel lines) first: it outweighs what any program reports,

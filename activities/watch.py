@@ -25,7 +25,14 @@ from relaunch.activities.gang import WatchedShard
 from relaunch.activities.reports import WatchHeartbeat, WatchRanksInput, WatchReport
 from relaunch.activities.running_watches import RunningWatches
 from relaunch.backends.answers import parse_watch_line
-from relaunch.backends.base import Backend, Fleets, ProtocolError, SeesPeople, Unreachable
+from relaunch.backends.base import (
+    Backend,
+    Fleets,
+    ProtocolError,
+    ReportsLate,
+    SeesPeople,
+    Unreachable,
+)
 from relaunch.evidence.observations import RanksVanished
 from relaunch.job.hang import Pace
 from relaunch.job.places import explain_forgotten, find_doubt, parse_place
@@ -89,6 +96,9 @@ class WatchActivities:
 
     async def _watch(self, gang: WatchedShard, task_token: bytes) -> WatchReport:
         input = gang.input
+        backend = self._fleets.backend(input.fleet)
+        if isinstance(backend, ReportsLate):
+            gang.exit_delay = backend.exit_delay
         async with asyncio.TaskGroup() as tasks:
             watchers = [
                 tasks.create_task(_follow(partial(self._reach, input.fleet, node), gang, node))

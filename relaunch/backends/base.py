@@ -468,6 +468,14 @@ class CyclesPower(Protocol):
 
 
 @runtime_checkable
+class ReportsLate(Protocol):
+    """A backend that may report the exits of one fault some time after each other."""
+
+    exit_delay: float
+    """Seconds by which the exit of one rank may be reported later than that of another."""
+
+
+@runtime_checkable
 class RefusesResets(Protocol):
     """A backend that cannot reset GPUs: every such order would be refused."""
 

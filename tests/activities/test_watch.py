@@ -150,6 +150,34 @@ async def test_echoes_wait_for_a_root_that_is_slow_to_exit(kernel: tuple[str, ..
     assert isinstance(root, RankExited) and root.rank == 3
 
 
+async def test_s1_3_echoes_wait_for_a_root_that_is_reported_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(relaunch.activities.gang, "CASCADE_GATHER_TIMEOUT_S", 0.0)
+    fleet = stand(
+        Script(
+            (
+                Exit(rank=0, exit_code=1, log_tail=CASCADE),
+                Exit(rank=3, exit_code=1, after=1.5, error=error_file("boom")),
+            )
+        )
+    )
+    fleet.backend.exit_delay = 3600.0  # type: ignore[attr-defined]
+    await fleet.launch()
+    (fault,) = (await fleet.watch()).events
+    assert isinstance(fault, FaultObserved)
+    (root,) = [one for one in fault.observations if is_root(one)]
+    assert isinstance(root, RankExited) and root.rank == 3
+
+
+async def test_echoes_of_all_ranks_wait_for_no_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relaunch.activities.gang, "CASCADE_GATHER_TIMEOUT_S", 3600.0)
+    fleet = stand(Script((Exit(exit_code=1, log_tail=CASCADE),)))
+    await fleet.launch()
+    (fault,) = (await fleet.watch()).events
+    assert isinstance(fault, FaultObserved) and len(fault.observations) == 4
+
+
 async def test_success_needs_an_exit_with_0_of_every_rank() -> None:
     fleet = stand(Script((Exit(exit_code=0),)))
     await fleet.launch()

@@ -14,6 +14,8 @@ Standard library only. FOLDER is shared by all ranks of a job, over all generati
     quiet                        when it appears, ranks report no more progress
     env/                         when it is there, each rank leaves its environment in it
     fail.<rank>                  when it appears, that rank raises what is in it, once
+    end.<rank>                   with --linger, without which a rank that has raised closes its
+    connections and stays
 
 Stamps (`raw`, and those in `writes`) are nanoseconds of CLOCK_MONOTONIC_RAW, which all hosts on one
 kernel share.
@@ -117,6 +119,7 @@ class Gang:
     def __init__(self, stand_still: bool = False) -> None:
         """`stand_still`: wait without end for a peer that is gone, as a collective does."""
         self._stand_still = stand_still
+        self._connections: list[socket.socket] = []
         where = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         self.files = []
         if RANK == 0:
@@ -125,6 +128,7 @@ class Gang:
             listener.close()
         else:
             connections = [self._connect(where)]
+        self._connections = connections
         for connection in connections:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self.files.append(connection.makefile("rw"))
@@ -164,6 +168,12 @@ class Gang:
             if not self._stand_still:
                 raise
 
+    def close(self) -> None:
+        """Have all peers lose this rank."""
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
     def sum(self, number: int) -> int:
         if RANK == 0:
             total = number + sum(self._read(file) for file in self.files)
@@ -191,6 +201,8 @@ def train(folder: Path, target: int, step_time: float, stand_still: bool = False
         if wish.exists():
             message = wish.read_text()
             wish.unlink()
+            if gang:
+                gang.close()
             raise RuntimeError(message)
         time.sleep(step_time)
         step += 1
@@ -210,6 +222,7 @@ def main() -> int:
     parser.add_argument(
         "--stand-still", action="store_true", help="wait without end for a lost peer"
     )
+    parser.add_argument("--linger", action="store_true", help="after raising, wait for end.<rank>")
     parser.add_argument("--write-on", type=float, metavar="SECONDS", help="interval of `writes`")
     arguments = parser.parse_args()
     folder = arguments.folder
@@ -247,7 +260,10 @@ def main() -> int:
         }
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
             Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(written))
-        sys.stderr.write(text)
+        print(text, end="", file=sys.stderr, flush=True)
+        raised = isinstance(error, RuntimeError)  # and not lost a peer
+        while arguments.linger and raised and not (folder / f"end.{RANK}").exists():
+            time.sleep(0.02)
         return 1
     os.close(held)
     return 0

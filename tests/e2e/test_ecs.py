@@ -17,7 +17,7 @@ import pytest_asyncio
 from relaunch.backends.ecs import reboots
 from relaunch.messages.jobs import NodeRepairResult
 from relaunch.spec.policy import resolve
-from tests.chaos.ecs_places import LOGGED, TRAINER, EcsPlaces
+from tests.chaos.ecs_places import LOGGED, NODE, TRAINER, EcsPlaces
 from tests.chaos.world import FLEET, TIMES, Job, World, eventually
 from tests.doubles.aws import LOST, RESET
 from tests.doubles.aws.faults import Kind
@@ -197,6 +197,46 @@ async def test_s1_3_s1_5_s1_6_s1_8_s1_10_ecs_reboot_once_fault_to_end(
     await shown(aws, "ecs-job-sub", f"{job.name}_0", status="complete", job_id=job.name)
     await shown(aws, "ecs_container_instance", registered, status="AVAILABLE")
     assert aws.notices() == []
+    await world.tidy(job)
+    await vouch(world)
+
+
+async def test_s1_3_the_failing_ranks_node_is_examined_after_an_echo(
+    world: World, aws: EcsPlaces, nvml: Path
+) -> None:
+    for name in world.names:
+        examined_by(aws, name, nvml, "v4_r1_pass_8gpu.json")
+    job = await world.submit(
+        gpus_per_node=1,
+        policy=policy(extends="ecs-reboot-once", dcgm_level=1),
+        rank=("--linger",),
+        ecs={"task_definition": LOGGED},
+    )
+    await job.until_phase("RUNNING", generation=1)
+    await job.until_steps()
+    (job.folder / "fail.1").write_text("KeyError: 'lr'")
+    names = {instance.arn: name for name, instance in aws.instances.items()}
+    first = next(
+        task["taskArn"].rpartition("/")[2]
+        for task in aws.aws.tasks(LOGGED)
+        if f"/{job.name}/" in task["startedBy"] and names[task["containerInstanceArn"]] == "n1"
+    )
+
+    async def is_read() -> bool:
+        reads = [call.request for call in aws.aws.requests if call.operation == "GetLogEvents"]
+        return any(first in str(request.get("logStreamName")) for request in reads)
+
+    await eventually(is_read, "what rank 0 printed at its end is not read")
+    (job.folder / "end.1").touch()  # only now is there more than the echo
+    await ended(job, "FAILED")
+    (incident,) = await job.incidents()
+    assert (incident.nodes, incident.ranks) == (("n2",), (1,)), incident.reason
+    examined = [
+        names[task["containerInstanceArn"]]
+        for task in aws.aws.tasks(NODE)
+        if task["startedBy"].startswith("relaunch-node/diagnose") and job.name in str(task)
+    ]
+    assert examined == ["n2"]
     await world.tidy(job)
     await vouch(world)
 

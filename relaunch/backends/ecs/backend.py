@@ -39,7 +39,7 @@ from relaunch.backends.ecs.launch import JUST_NOW, Launcher
 from relaunch.backends.ecs.legacy_tables import Mirror, TableMirror
 from relaunch.backends.ecs.occupants import occupants
 from relaunch.backends.ecs.quarantine import Marks
-from relaunch.backends.ecs.rank_logs import RankLogs
+from relaunch.backends.ecs.rank_logs import DELIVERY_TIMEOUT, RankLogs
 from relaunch.backends.ecs.repairs import NO_RESET, Repairs
 from relaunch.backends.ecs.sns import Topic
 from relaunch.backends.ecs.stream import AGENT_FLAPS, SETTLES, EndedStream, TaskStream
@@ -89,6 +89,8 @@ class EcsBackend:
         self._agents = Agents(options.agent_key, self._address)
         self._node_tasks = NodeTasks(self.cluster, self.aws, options, self.repairs)
         self.options = options
+        # Without an event the next poll finds it, and then its last lines are waited for.
+        self.exit_delay = options.poll.total_seconds() + DELIVERY_TIMEOUT
         self._topic = Topic(self.aws, options.topic) if options.topic else None
         self._events = (
             SqsEvents(self.aws, options.queue, spec.name, self.cluster.hint)
