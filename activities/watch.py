@@ -24,7 +24,7 @@ from relaunch.activities.clocks import read_boot_clock
 from relaunch.activities.gang import WatchedShard
 from relaunch.activities.reports import WatchHeartbeat, WatchRanksInput, WatchReport
 from relaunch.activities.running_watches import RunningWatches
-from relaunch.backends.answers import parse_watch_line
+from relaunch.backends.answers import WatchParser
 from relaunch.backends.base import (
     Backend,
     Fleets,
@@ -225,13 +225,14 @@ async def _follow(
     while True:
         backend = reach(backend)
         is_platform = isinstance(backend, SeesPeople) and backend.sees_people
+        parser = WatchParser(node, token, is_platform=is_platform)
         try:
             doubt = None
             async with backend.watch(
                 node, token, gang.last_seq(node), gang.input.timeouts.heartbeat.total_seconds()
             ) as stream:
                 async for text in stream.lines():
-                    line = parse_watch_line(node, token, text, is_platform=is_platform)
+                    line = parser.parse(text)
                     if (doubt := _find_doubt(gang, node, line)) is not None:
                         break
                     if line.get("outcome") == "refused":

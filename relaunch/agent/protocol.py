@@ -102,6 +102,17 @@ class Token:
         }
 
 
+def make_sender(token: Token, node: Optional[str], shim: Optional[Json]) -> Json:
+    """Return who speaks in a line of a watch: of which token, on which node, below which shim.
+
+    Args:
+        token: The generation that the line is of.
+        node: This node's name, as the start order gave it; None before that.
+        shim: Pid, start time and boot of the shim; None: its record was removed.
+    """
+    return {"token": token.json, "node": node, "shim": shim}
+
+
 def job_path(server: str, namespace: str, job: str) -> str:
     return f"{server}/{namespace}/{job}" if server else f"{namespace}/{job}"
 

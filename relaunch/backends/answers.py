@@ -396,6 +396,43 @@ class Hello(_Answer):
     stamp: Seconds
 
 
+class SenderToken(_Row):
+    """The token in a line of a watch. The server is not in it where an order names none."""
+
+    namespace: Label
+    job: Label
+    submission: Count
+    generation: Count
+
+    @property
+    def token(self) -> Token:
+        return Token(self.namespace, self.job, self.submission, self.generation)
+
+
+class ShimRow(_Row):
+    """The process that holds the generation on its node, of which no two are ever alike."""
+
+    pid: Pid
+    started: Count
+    boot_id: BootId
+
+    @property
+    def text(self) -> str:
+        return f"shim {self.pid} of boot {self.boot_id[:8]}"
+
+
+class Sender(_Row):
+    """Who speaks in a line of a watch."""
+
+    token: SenderToken
+    node: Label | None
+    shim: ShimRow | None
+
+
+class End(_Answer):
+    seq: Count = 0
+
+
 class RankProgress(_Answer):
     unreadable: Reason | None = None
     step: Count | None = None
@@ -471,7 +508,16 @@ _OBSERVATIONS: Mapping[str, type[ObservationHead]] = {
 """The schema of each kind of observation. A kind that is not listed says nothing that a job acts
 on: an agent may be newer."""
 
-Schema = TypeVar("Schema", bound=_Answer)
+_SPOKEN: Mapping[str, str] = {
+    "hello": "its hello",
+    "heartbeat": "its heartbeat",
+    "observation": "an observation of it",
+    "end": "its end",
+    "outcome": "its refusal of a watch",
+}
+"""How sentences call each kind of line of a watch."""
+
+Schema = TypeVar("Schema", bound=BaseModel)
 
 
 # --- parsing
@@ -582,9 +628,80 @@ def parse_watch_line(
         }
     if "hello" in line:
         return {"hello": _parse_hello(node, token, line["hello"])}
+    if "end" in line:
+        return {"end": _parse(node, "its end", End, line["end"]).model_dump()}
     if line.get("outcome") == "refused":
         return _parse(node, "its refusal of a watch", RefusalAnswer, line).model_dump()
     return line
+
+
+class WatchParser:
+    """Parses the lines of a watch over one connection, and checks that all have the same sender.
+
+    An agent names the sender of each line: the token, its node, and its shim. A line is a fault of
+    the node, and neither progress nor an end, if its sender has another token or node, or another
+    shim than the hello; if it has no sender although the hello had one; or if it comes before the
+    hello. An agent of an earlier version names no sender: its lines count as its connection's.
+    """
+
+    def __init__(self, node: str, token: Token, *, is_platform: bool = False) -> None:
+        """Begin with a connection.
+
+        Args:
+            node: The node that is watched.
+            token: The generation that is watched.
+            is_platform: As in `parse_watch_line`. A platform's stream is our own reading of it, and
+                lines of an agent in a container were checked before they became part of that.
+        """
+        self.node = node
+        self.token = token
+        self._is_platform = is_platform
+        self._is_greeted = self._names_sender = False
+        self._shim: ShimRow | None = None
+
+    def parse(self, line: object) -> dict[str, Any]:
+        """Return one line with its fields checked and converted.
+
+        Raises:
+            ProtocolError: It does not fit, or is not the word of the node's supervisor.
+        """
+        if not self._is_platform and isinstance(line, dict):
+            self._check_sender(line)
+        return parse_watch_line(self.node, self.token, line, is_platform=self._is_platform)
+
+    def _check_sender(self, line: Mapping[str, Any]) -> None:
+        kind = next((name for name in _SPOKEN if name in line), None)
+        what = _SPOKEN.get(kind or "", "a line of its watch")
+        if line.get("sender") is not None:
+            if (wrong := find_unbounded(line["sender"])) is not None:
+                raise ProtocolError(self.node, f"{what} makes no sense: {wrong}")
+            self._compare(what, _parse(self.node, what, Sender, line["sender"]))
+        elif self._names_sender and kind is not None:
+            raise ProtocolError(self.node, f"{what} names no sender, expected that of its hello")
+        if kind == "hello":
+            self._is_greeted, self._names_sender = True, line.get("sender") is not None
+        elif kind == "outcome" and self._is_greeted:
+            raise ProtocolError(self.node, "it refuses a watch that it has begun")
+        elif kind is not None and kind != "outcome" and not self._is_greeted:
+            raise ProtocolError(self.node, f"{what} comes before its hello")
+
+    def _compare(self, what: str, sender: Sender) -> None:
+        """Compare a sender with what is watched, and with the lines before."""
+        if sender.token.token != self.token:
+            raise ProtocolError(
+                self.node,
+                f"{what} is of generation {sender.token.token}, expected generation {self.token}",
+            )
+        if sender.node is not None and sender.node != self.node:
+            raise ProtocolError(
+                self.node, f"{what} is of node {text(sender.node, 60)}, expected node {self.node}"
+            )
+        if sender.shim is not None:
+            if self._shim is not None and sender.shim != self._shim:
+                raise ProtocolError(
+                    self.node, f"{what} is of {sender.shim.text}, expected {self._shim.text}"
+                )
+            self._shim = sender.shim
 
 
 def _parse_hello(node: str, token: Token, raw: object) -> dict[str, Any]:

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 from temporalio.client import Client
 
 from relaunch.activities import gang as gang_module
 from relaunch.activities.fleet import FleetActivities, LookInput
 from relaunch.activities.launch import MAX_GENERATIONS_AHEAD, LaunchRanksOutput
-from relaunch.activities.reports import WatchHeartbeat
+from relaunch.activities.reports import WatchHeartbeat, WatchReport
 from relaunch.backends.base import Preparation, PrepareOrder, Refusal
 from relaunch.evidence.observations import RankExited
 from relaunch.generation import Token
@@ -133,6 +134,85 @@ async def test_a_node_that_sends_nonsense_is_lost_and_the_watch_lasts(
     assert [type(event) for event in report.events] == [NodeUnreachable]
     assert report.events[0].node == "n2" and named in report.events[0].reason
     assert backend.liar.watches > 1  # it was tried again
+
+
+SENDER = {"token": NAMED, "node": "n2", "shim": {"pid": 7, "started": 70, "boot_id": "b"}}
+PROGRESS = {"heartbeat": {**BEAT, "progress": {"2": {"step": 900, "age": 0.1}}}}
+FAILED = {"observation": EXITED}
+END = {"end": {"seq": 0}}
+REFUSED = {"outcome": "refused", "why": "no_such_generation", "reason": "never prepared here"}
+ANOTHER = {
+    "generation": {**SENDER, "token": {**NAMED, "generation": 2}},
+    "submission": {**SENDER, "token": {**NAMED, "submission": 999}},
+    "job": {**SENDER, "token": {**NAMED, "job": "other"}},
+    "namespace": {**SENDER, "token": {**NAMED, "namespace": "other"}},
+    "node": {**SENDER, "node": "n1"},
+    "shim": {**SENDER, "shim": {"pid": 8, "started": 80, "boot_id": "b"}},
+    "boot": {**SENDER, "shim": {**SENDER["shim"], "boot_id": "c"}},
+    "no sender": None,
+}
+
+
+def say(line: dict[str, Any], sender: object = SENDER) -> dict[str, Any]:
+    return line if sender is None else {**line, "sender": sender}
+
+
+@pytest.mark.parametrize("line", [PROGRESS, FAILED, END], ids=["heartbeat", "observation", "end"])
+@pytest.mark.parametrize("another", ANOTHER)
+async def test_s2_6_what_another_says_is_no_progress_and_no_end(
+    line: dict[str, Any], another: str, snapshot: SnapshotAssertion
+) -> None:
+    fleet, backend = hostile(None, [say(HELLO), say(line, ANOTHER[another])])
+    await fleet.launch()
+    report = await fleet.watch(first_rank=0, world_size=4)
+    check_is_lost(report, backend)
+    assert report.events[0].reason == snapshot
+
+
+@pytest.mark.parametrize("another", ["generation", "node"])
+@pytest.mark.parametrize("line", [HELLO, REFUSED], ids=["hello", "refusal"])
+async def test_s2_6_a_watch_that_another_answers_does_not_begin(
+    line: dict[str, Any], another: str, snapshot: SnapshotAssertion
+) -> None:
+    fleet, backend = hostile(None, [say(line, ANOTHER[another]), say(PROGRESS), say(END)])
+    await fleet.launch()
+    report = await fleet.watch(first_rank=0, world_size=4)
+    check_is_lost(report, backend)
+    assert report.events[0].reason == snapshot
+
+
+@pytest.mark.parametrize(
+    "said",
+    [[PROGRESS], [FAILED], [END], [HELLO, REFUSED]],
+    ids=["heartbeat", "observation", "end", "refusal after a hello"],
+)
+async def test_s2_6_nothing_counts_before_a_hello_or_against_it(
+    said: list[dict[str, Any]], snapshot: SnapshotAssertion
+) -> None:
+    fleet, backend = hostile(None, [say(line) for line in said])
+    await fleet.launch()
+    report = await fleet.watch(first_rank=0, world_size=4)
+    check_is_lost(report, backend)
+    assert report.events[0].reason == snapshot
+
+
+def check_is_lost(report: WatchReport, backend: HostileBackend) -> None:
+    """Check that n2 counts as lost: nothing that it said is progress, an exit or an end."""
+    assert [type(event) for event in report.events] == [NodeUnreachable]
+    assert report.events[0].node == "n2"
+    assert (report.after_seq, report.exited, report.all_succeeded) == ({}, {}, False)
+    assert backend.liar.watches > 1, "it was not tried again"
+    assert backend.liar.renewed == []
+
+
+async def test_s2_6_the_word_of_an_earlier_agent_counts_by_its_hello() -> None:
+    exited = [{"observation": {**EXITED, "exit_code": 7}}]
+    fleet, _ = hostile(None, [HELLO, {"heartbeat": BEAT}, *exited])
+    await fleet.launch()
+    report = await fleet.watch(first_rank=0, world_size=4)
+    fault = report.events[0]
+    assert isinstance(fault, FaultObserved)
+    assert [(one.node, one.exit_code) for one in fault.observations] == [("n2", 7)]
 
 
 async def test_a_fault_of_an_honest_node_is_reported_beside_a_liar() -> None:

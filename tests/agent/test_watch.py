@@ -54,6 +54,23 @@ def test_states_from_prepared_to_gone(node: Node) -> None:
     assert node.watch().read_until("hello")["state"] == "gone"
 
 
+def test_s2_6_each_line_of_a_watch_names_its_sender(node: Node) -> None:
+    node.run(1, ["sh", "-c", "read stop"])
+    record = json.loads((node.folder() / "shim.json").read_text())
+    sender = {"token": token(1), "node": "n1", "shim": record}
+    watch = node.watch()
+    watch.read_until("heartbeat")
+    node.stop()
+    watch.read_rest()
+    # The second comes from the disk: the shim and its supervisor are gone.
+    for lines in (watch.seen, node.watch().read_rest()):
+        assert {next(iter(line)) for line in lines} >= {"hello", "observation", "end"}
+        assert [line["sender"] for line in lines] == [sender] * len(lines)
+    refused = node.order("watch", token=token(7), after_seq=0, heartbeat=1.0)
+    assert refused is not None
+    assert refused["sender"] == {"token": token(7), "node": None, "shim": None}
+
+
 def test_a_record_of_ports_that_cannot_be_read_ends_no_watch(node: Node) -> None:
     node.prepare(1)
     (node.state / "links.json").mkdir()

@@ -473,6 +473,7 @@ def test_an_order_says_what_the_environment_does_not() -> None:
     text = container.order(start, 29400, 15.0, 10.0)
     assert json.loads(text) == {
         "token": {"namespace": "d", "job": "j", "submission": 1, "generation": 2},
+        "node": "n2",
         "ranks": [8, 9],
         "rank_env": [{}, {"RANK": "9"}],
         "log_pattern": None,

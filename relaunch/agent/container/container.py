@@ -189,7 +189,7 @@ class _Container:
             rank_env=order.items("rank_env"),
             peers=[],
             prepared=prepared["stamp"],
-            node=os.environ.get("RELAUNCH_NODE") or "container",
+            node=order.text("node", os.environ.get("RELAUNCH_NODE") or "container"),
             secret=secrets.token_hex(16),
             fences=False,
             log_pattern=order.get("log_pattern", "a regular expression or null", None),

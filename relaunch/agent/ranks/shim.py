@@ -479,6 +479,7 @@ class Shim:
         launching = {
             "stamp": now(),
             "boot_id": boot,
+            "node": order["node"],
             "kernel": kernel,
             "cgroup": self.cgroup,
             "pids": None,

@@ -19,7 +19,7 @@ from relaunch.agent import processes
 from relaunch.agent.failpoints import reach_failpoint
 from relaunch.agent.loop import Channel, Loop
 from relaunch.agent.node import gpu_users, kernel_log
-from relaunch.agent.protocol import Json, Token, line, now
+from relaunch.agent.protocol import Json, Token, line, make_sender, now
 from relaunch.agent.ranks import cgroup, evidence, journal, retention
 from relaunch.agent.ranks.lease import Lease, PeerClocks, Standstills, Vouchers, measure_standstill
 from relaunch.agent.ranks.log_times import LogTimes
@@ -112,6 +112,9 @@ def run(
 
 
 class Supervisor:
+    node: str | None = None
+    """This node's name, as the start order gives it."""
+
     def __init__(
         self,
         generation: Generation,
@@ -207,6 +210,7 @@ class Supervisor:
             self.exit_at = now() if not self.watchers else now() + FAREWELL_TIMEOUT
 
     def _begin(self, order: Json) -> None:
+        self.node = order["node"]
         self.peers.begin(order)
         self.fences = order["fences"]
         self.lease = Lease(now(), self.order["lease"], self.order["fence_after"], order["fences"])
@@ -312,7 +316,7 @@ class Supervisor:
                 "stamp": now(),
                 "place": self.job.place,
             }
-            channel.send({"hello": hello})
+            self._tell(watcher, {"hello": hello})
             self._send_observations()
             if self.state == "gone":
                 self._send_end()
@@ -379,13 +383,8 @@ class Supervisor:
             for observation in self.observations[watcher.seq :]:
                 reach_failpoint(self.generation.state, "supervisor.sending")
                 watcher.seq = observation["seq"]
-                watcher.channel.send(
-                    {
-                        "observation": evidence.add_evidence(
-                            self.generation, observation, self.kernel_reading
-                        )
-                    }
-                )
+                told = evidence.add_evidence(self.generation, observation, self.kernel_reading)
+                self._tell(watcher, {"observation": told})
 
     def _send_last_progress(self) -> None:
         """Send what ranks have reached, before the exits that may be the last that is read.
@@ -401,7 +400,7 @@ class Supervisor:
 
     def _send_end(self) -> None:
         for watcher in list(self.watchers):
-            watcher.channel.send({"end": {"seq": len(self.observations)}})
+            self._tell(watcher, {"end": {"seq": len(self.observations)}})
             watcher.channel.finish()
 
     def _send_heartbeat(self, watcher: Watcher) -> None:
@@ -427,7 +426,12 @@ class Supervisor:
             heartbeat["unmatched"] = self._describe_output()
         if self._shim_silence is not None:
             heartbeat["shim_silent"] = round(self._shim_silence, 1)
-        watcher.channel.send({"heartbeat": heartbeat})
+        self._tell(watcher, {"heartbeat": heartbeat})
+
+    def _tell(self, watcher: Watcher, said: Json) -> None:
+        """Send a line to a watcher. Each names its sender, by which the controller checks it."""
+        shim = {"pid": self.shim.pid, "started": self.shim.started, "boot_id": self.boot}
+        watcher.channel.send({**said, "sender": make_sender(self.token, self.node, shim)})
 
     def _describe_output(self) -> Json:
         """Return what was printed last by the rank that printed last: no rank reports progress."""

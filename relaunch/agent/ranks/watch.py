@@ -13,7 +13,7 @@ from pathlib import Path
 
 from relaunch.agent.loop import parse, take_line
 from relaunch.agent.node import kernel_log, links
-from relaunch.agent.protocol import Fields, Json, Refusal, line, now
+from relaunch.agent.protocol import Fields, Json, Refusal, line, make_sender, now
 from relaunch.agent.ranks import evidence, journal
 from relaunch.agent.ranks.stop import await_records
 from relaunch.agent.state import Generation, JobState, read_boot_id, read_json
@@ -47,7 +47,8 @@ class Watch:
         prepared = self.generation.prepared_order
         if prepared is None or not self._is_ours(prepared):
             reason = f"generation {self.token.generation} was never prepared on this node"
-            raise Refusal("no_such_generation", reason, place=self.job.place)
+            sender = make_sender(self.token, None, None)
+            raise Refusal("no_such_generation", reason, place=self.job.place, sender=sender)
         self.ranks: list[int] = prepared["ranks"]
 
     def _is_ours(self, prepared: Json) -> bool:
@@ -174,6 +175,7 @@ class Watch:
                 # observation with the same number.
                 record.close()
                 observations = [*journal.read(self.generation.journal), *record.pending]
+        sender = self._read_sender()
         if not self.greeted:
             boot = read_boot_id(self.generation.state)
             hello = {
@@ -183,17 +185,24 @@ class Watch:
                 "ranks": self.ranks,
                 "stamp": now(),
             }
-            self._write(line({"hello": {**hello, "place": self.job.place}}))
+            self._tell({"hello": {**hello, "place": self.job.place}}, sender)
         reading = (
             kernel_log.read_generation(self.generation, None)
             if kernel_log.may_explain(observations[self.after :])
             else None
         )
         for observation in observations[self.after :]:
-            self._write(
-                line({"observation": evidence.add_evidence(self.generation, observation, reading)})
-            )
-        self._write(line({"end": {"seq": len(observations)}}))
+            told = evidence.add_evidence(self.generation, observation, reading)
+            self._tell({"observation": told}, sender)
+        self._tell({"end": {"seq": len(observations)}}, sender)
+
+    def _read_sender(self) -> Json:
+        """Return whose word the journal is: that of the shim that wrote it."""
+        node = (self.generation.launch or {}).get("node")
+        return make_sender(self.token, node, read_json(self.generation.path / "shim.json"))
+
+    def _tell(self, said: Json, sender: Json) -> None:
+        self._write(line({**said, "sender": sender}))
 
     def _describe_vanished(self, observations: list[Json]) -> Json | None:
         """Return the fields of a RanksVanished observation if exits are missing, else None."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from relaunch.agent.container.tls import Secret, SecretError
-from relaunch.backends.answers import parse_watch_line
+from relaunch.backends.answers import WatchParser
 from relaunch.backends.base import BackendError, StartOrder, Unreachable
 from relaunch.backends.ecs import wire
 from relaunch.backends.ecs.follow import FollowedTask
@@ -101,6 +101,7 @@ def order(start: StartOrder, port: int, stop_grace: float, heartbeat: float) -> 
             "submission": token.submission,
             "generation": token.generation,
         },
+        "node": start.node,
         "ranks": [int(env["RANK"]) for env in start.rank_env],
         "rank_env": own,
         "log_pattern": start.log_pattern,
@@ -282,9 +283,10 @@ class Feed:
                     self._agents.session(self._node, task) as session,
                     session.watch(self._token, self._after_seq, self._heartbeat) as stream,
                 ):
+                    parser = WatchParser(self._node, self._token)
                     async for line in stream.lines():
-                        # parse_watch_line rejects observations that only ECS or a user may report.
-                        self._hear(parse_watch_line(self._node, self._token, line), task)
+                        # This rejects observations that only ECS or a user may report.
+                        self._hear(parser.parse(line), task)
                         pause = RETRY[0]
                         if self._over:
                             break

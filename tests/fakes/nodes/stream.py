@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from relaunch.backends.base import Unreachable
@@ -121,24 +122,27 @@ class Stream:
             if self._left == 0:
                 raise Unreachable(self._node.name, "the connection broke")
             self._left -= 1
-        return line
+        return {**line, "sender": self._sender()}
+
+    def _sender(self) -> dict[str, Any]:
+        """Return who speaks, as the agent names it: see docs/reference/agent-protocol.md."""
+        shim = {"pid": 1000, "started": self._token.generation, "boot_id": self._node.boot_id}
+        is_known = self._generation is not None
+        return {
+            "token": asdict(self._token),
+            "node": self._node.name if is_known else None,
+            "shim": shim if is_known else None,
+        }
 
     def _hello(self, generation: Generation) -> dict[str, Any]:
-        token = self._token
-        named = {
-            "namespace": token.namespace,
-            "job": token.job,
-            "submission": token.submission,
-            "generation": token.generation,
-        }
         ranks = list(generation.order.ranks)
         return {
-            "token": named,
+            "token": asdict(self._token),
             "boot_id": self._node.boot_id,
             "state": generation.state,
             "ranks": ranks,
             "stamp": self._node.stamp(),
-            "place": self._node.place(token),
+            "place": self._node.place(self._token),
         }
 
     def _beat(self, generation: Generation) -> dict[str, Any]:
