@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from relaunch.config import ConfigError
 from relaunch.evidence.causes import Cause
-from relaunch.spec.annotations import apply_annotations
+from relaunch.spec.annotations import GRACE_PERIOD, apply_annotations, apply_grace_period
 from relaunch.spec.fleet import FleetSpec
 from relaunch.spec.job import JobSpec
 from relaunch.spec.policy import Policy, preset, preset_names, resolve
@@ -68,10 +68,15 @@ def read_job(path: Path, overrides: Mapping[str, Any]) -> tuple[JobSpec, Policy]
     spec = _validate(JobSpec, {**document.content, **overrides}, document, tuple(overrides))
     policy = read_policy(spec.policy, path.parent, None if "policy" in overrides else document)
     try:
-        return spec, apply_annotations(policy, spec.metadata.annotations)
+        policy = apply_annotations(policy, spec.metadata.annotations)
     except ValueError as error:
         line = document.line(("metadata", "annotations"))
         raise ConfigError(printable(f"{path}:{line}: {error}")) from None
+    try:
+        return spec, apply_grace_period(policy, spec.env)
+    except ValueError as error:
+        line = document.line(("env", GRACE_PERIOD))
+        raise ConfigError(printable(f"{path}:{line}: env: {error}")) from None
 
 
 def job_from_flags(values: Mapping[str, Any]) -> tuple[JobSpec, Policy]:

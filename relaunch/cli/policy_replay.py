@@ -15,7 +15,7 @@ from relaunch.config import ConfigError
 from relaunch.fields import duration
 from relaunch.job.replay import ReplayedStep, name_decision, replay, simulate
 from relaunch.job.state import Decision, Ignore, Relaunch, Repair, Stop, Wait
-from relaunch.spec.annotations import apply_annotations
+from relaunch.spec.annotations import apply_annotations, apply_grace_period
 from relaunch.spec.job import JobSpec
 from relaunch.spec.policy import Policy
 from relaunch.text import count_noun
@@ -86,6 +86,10 @@ async def try_on_history(client: Client, name: str, policy: Policy, run_id: str 
 
 
 def _apply_annotations(policy: Policy, spec: JobSpec) -> tuple[Policy, tuple[str, ...]]:
+    try:
+        policy = apply_grace_period(policy, spec.env)
+    except ValueError as error:
+        return policy, (f"the job's environment is ignored: {error}",)
     try:
         return apply_annotations(policy, spec.metadata.annotations), ()
     except ValueError as error:

@@ -22,6 +22,7 @@ from typing import Any
 from relaunch.cli import environment, files, torchrun
 from relaunch.cli.service import READY_TIMEOUT, RELAUNCH, STOP_TIMEOUT, write_local_fleet
 from relaunch.config import ConfigError, Settings
+from relaunch.spec.annotations import apply_grace_period
 from relaunch.spec.job import JobSpec
 from relaunch.spec.policy import Policy, state_restarts
 from relaunch.temporal import (
@@ -31,6 +32,7 @@ from relaunch.temporal import (
     find_running_up,
     read_configured_address,
 )
+from relaunch.text import printable
 
 INTERRUPTED = 130
 UP_LOG = "up.log"
@@ -93,7 +95,12 @@ class RunRequest:
             spec = spec.model_copy(update={"output": "separate"})
         if self.max_restarts is not None:
             policy = state_restarts(policy, self.max_restarts)
-        return spec, policy
+        # On this machine ranks get the variables of this process too.
+        variables = {**ours, **spec.env} if backend == "local" else spec.env
+        try:
+            return spec, apply_grace_period(policy, variables)
+        except ValueError as error:
+            raise ConfigError(printable(str(error))) from None
 
 
 def give_environment(spec: JobSpec, state: Path) -> JobSpec:

@@ -1,4 +1,4 @@
-"""Translate ModelArts' annotations of a job file into changes to a policy.
+"""Translate ModelArts' annotations and variables of a job into changes to a policy.
 
 The preset `modelarts` defines what each recovery does.
 
@@ -8,6 +8,7 @@ Source: support.huaweicloud.com, ModelArts, "Fault recovery of training jobs", 2
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 
 from relaunch.evidence.causes import Cause
 from relaunch.spec.policy import Policy, Rung, Strategy, state_restarts
@@ -21,6 +22,14 @@ KNOWN = (JOB_RETRIES, UNCONDITIONAL, HANG_RETRY, POD_RETRIES)
 
 MAX_RETRIES = 128
 """ModelArts accepts 1 to 128."""
+
+GRACE_PERIOD = "MA_FAILOVER_TERMINATION_GRACE_PERIOD_SECONDS"
+"""A variable of the job, in seconds. ModelArts waits no longer than that for the end of a container
+before it goes on rescheduling; -1, its default, is no such limit. It recommends 10 for large jobs.
+"""
+NO_GRACE_PERIOD = ("", "-1")
+MAX_GRACE_DIGITS = 9
+"""Three decades, which no stop takes."""
 
 FAIL = (Rung(strategy=Strategy.FAIL),)
 
@@ -50,6 +59,30 @@ def apply_annotations(policy: Policy, annotations: Mapping[str, str]) -> Policy:
         raise ValueError(f"metadata.annotations: {next(iter(ours))} needs {JOB_RETRIES} beside it")
     changed = state_restarts(policy, _read_count(ours, JOB_RETRIES))
     return _apply_switches(changed, ours) if policy.extends == "modelarts" else changed
+
+
+def apply_grace_period(policy: Policy, env: Mapping[str, str]) -> Policy:
+    """Return the policy with `timeouts.stop_grace` at most as long as the job's variable says.
+
+    It never makes the policy's own `stop_grace` longer: the variable is there to be faster.
+
+    Raises:
+        ValueError: The variable is malformed.
+    """
+    value = env.get(GRACE_PERIOD, "")
+    if value in NO_GRACE_PERIOD:
+        return policy
+    is_number = value.isascii() and value.isdigit() and len(value) <= MAX_GRACE_DIGITS
+    if not is_number or int(value) == 0:
+        raise ValueError(
+            f"{GRACE_PERIOD} is {value[:40]!r}:"
+            " a whole number of seconds from 1, or -1 for no limit"
+        )
+    limit = timedelta(seconds=int(value))
+    if policy.timeouts.stop_grace <= limit:
+        return policy
+    timeouts = policy.timeouts.model_copy(update={"stop_grace": limit})
+    return policy.model_copy(update={"timeouts": timeouts})
 
 
 def _apply_switches(policy: Policy, ours: Mapping[str, str]) -> Policy:

@@ -18,6 +18,7 @@ from syrupy.assertion import SnapshotAssertion
 
 from relaunch.cli.files import job_from_flags, read_fleet, read_job, read_policy
 from relaunch.config import ConfigError
+from relaunch.spec.annotations import GRACE_PERIOD
 from relaunch.spec.job import JobSpec
 from relaunch.text import printable
 from tests.pages import sections
@@ -114,6 +115,8 @@ MISTAKES = (
     (JOB + "workdir: a: b\n", 6, ("quotes",)),
     (JOB + "ecs:\n\tcontainer: a\n", 7, ("tabs",)),
     (JOB + "ecs: {<<: 3}\n", 6, ("merge",)),
+    # variables that mean something to relaunch
+    (JOB + f"  {GRACE_PERIOD}: 10s\n", 6, ("env: ", GRACE_PERIOD, "'10s'", "-1")),
     # secrets
     (JOB + "secrets: {HF_TOKEN: hf_secret}\n", 6, ("secrets.HF_TOKEN", "file: PATH")),
     (JOB + "secrets: hf_secret\n", 6, ("secrets", "keys and values")),
@@ -188,6 +191,15 @@ def test_arguments_and_variables_are_taken_as_written(tmp_path: Path) -> None:
     assert spec.command == ("python", *written.split(), "", "a b")
     assert spec.env == {"DEBUG": "true", "LR": "0.10", "NONE": "null", "EMPTY": "", "on": "off"}
     assert policy.max_restarts == 8
+
+
+def test_s4_10_a_job_file_may_bound_the_stop_grace(tmp_path: Path) -> None:
+    text = JOB + f"  {GRACE_PERIOD}: 10\npolicy:\n  timeouts: {{stop_grace: 1m}}\n"
+    (tmp_path / "job.yaml").write_text(text)
+    spec, policy = read_job(tmp_path / "job.yaml", {})
+    assert policy.timeouts.stop_grace == timedelta(seconds=10)
+    # The ranks get the variable too, as in ModelArts.
+    assert spec.env[GRACE_PERIOD] == "10"
 
 
 def test_what_yaml_means_elsewhere_is_kept(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from typer.main import get_command
 
 from relaunch.cli import app, run, torchrun
 from relaunch.config import ConfigError
+from relaunch.spec.annotations import GRACE_PERIOD
 from relaunch.spec.job import JobSpec
 from tests.pages import sections
 
@@ -104,6 +106,32 @@ def understand(monkeypatch: pytest.MonkeyPatch, line: str) -> run.RunRequest:
 
 def resolve(monkeypatch: pytest.MonkeyPatch, line: str, backend: str | None = HERE) -> JobSpec:
     return understand(monkeypatch, line).resolve(backend)[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "backend", "expected"),
+    [
+        pytest.param("train.py", "local", 10, id="this shell's, which ranks get here"),
+        pytest.param(f"--env {GRACE_PERIOD}=5 train.py", "local", 5, id="a flag wins"),
+        pytest.param("train.py", SSH, 15, id="ranks elsewhere do not get this shell's"),
+        pytest.param(f"--env {GRACE_PERIOD} train.py", SSH, 10, id="unless a flag sends it"),
+    ],
+)
+def test_s4_10_run_takes_the_grace_period_that_its_ranks_get(
+    words: str, backend: str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(GRACE_PERIOD, "10")
+    _, policy = understand(monkeypatch, words).resolve(backend)
+    assert policy.timeouts.stop_grace == timedelta(seconds=expected)
+
+
+def test_s4_10_run_refuses_a_bad_grace_period(
+    monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+) -> None:
+    request = understand(monkeypatch, f"--env {GRACE_PERIOD}=soon train.py")
+    with pytest.raises(ConfigError) as refusal:
+        request.resolve("local")
+    assert str(refusal.value) == snapshot
 
 
 def test_the_page_has_every_command_that_is_tested() -> None:

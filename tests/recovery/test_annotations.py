@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from itertools import product
 
 import pytest
@@ -10,11 +11,13 @@ from syrupy.assertion import SnapshotAssertion
 from relaunch.evidence.causes import Cause
 from relaunch.spec.annotations import (
     FAIL,
+    GRACE_PERIOD,
     HANG_RETRY,
     JOB_RETRIES,
     POD_RETRIES,
     UNCONDITIONAL,
     apply_annotations,
+    apply_grace_period,
 )
 from relaunch.spec.policy import Policy, find_ladder_errors, preset, preset_names, resolve
 from tests.recovery.builders import (
@@ -228,3 +231,36 @@ def test_s4_8_a_users_ladder_never_becomes_that_of_another_cause() -> None:
     )
     policy = apply_annotations(mine, {JOB_RETRIES: "3", UNCONDITIONAL: "true"})
     walk(running(policy=policy), (sick(FATAL), "FAILED 1"))
+
+
+@pytest.mark.parametrize(
+    ("stated", "value", "expected"),
+    [
+        pytest.param("15s", None, 15, id="not set: that of the policy"),
+        pytest.param("15s", "-1", 15, id="-1, the default: that of the policy"),
+        pytest.param("15s", "", 15, id="empty: that of the policy"),
+        pytest.param("15s", "10", 10, id="the variable is shorter"),
+        pytest.param("5m", "1", 1, id="the shortest"),
+        pytest.param("5s", "10", 5, id="the policy is shorter"),
+        pytest.param("10s", "10", 10, id="both are alike"),
+        pytest.param("10s", "9" * 9, 10, id="longer than any stop"),
+    ],
+)
+def test_s4_10_the_grace_period_of_the_job_bounds_stop_grace(
+    stated: str, value: str | None, expected: int
+) -> None:
+    policy = resolve({"extends": "modelarts", "timeouts": {"stop_grace": stated}})
+    env = {"NCCL_DEBUG": "WARN", **({} if value is None else {GRACE_PERIOD: value})}
+    bounded = apply_grace_period(policy, env)
+    assert bounded.timeouts.stop_grace == timedelta(seconds=expected)
+    same = bounded.timeouts.model_copy(update={"stop_grace": policy.timeouts.stop_grace})
+    assert bounded.model_copy(update={"timeouts": same}) == policy, "nothing else has changed"
+
+
+@pytest.mark.parametrize("value", ["0", "-2", "ten", "10s", "1.5", " 10", "٣", "9" * 5000])
+def test_s4_10_an_unreadable_grace_period_is_refused(
+    value: str, snapshot: SnapshotAssertion
+) -> None:
+    with pytest.raises(ValueError, match=f"^{GRACE_PERIOD} is ") as refusal:
+        apply_grace_period(MODELARTS, {GRACE_PERIOD: value})
+    assert str(refusal.value) == snapshot

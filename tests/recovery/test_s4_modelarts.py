@@ -22,10 +22,11 @@ from relaunch.job.events import (
     NodesAcquired,
     StepReached,
 )
+from relaunch.job.fencing import safe_after
 from relaunch.job.ranks import rank_environments, seat
 from relaunch.job.state import JobState, Phase, Relaunch, Slot
 from relaunch.pool.messages import Place
-from relaunch.spec.annotations import apply_annotations
+from relaunch.spec.annotations import GRACE_PERIOD, apply_annotations, apply_grace_period
 from relaunch.spec.policy import Policy, preset, resolve
 from tests.recovery.builders import (
     T0,
@@ -434,6 +435,16 @@ def test_s4_9_the_counters_live_in_the_jobs_state() -> None:
     slots = (Slot("n1", "10.0.0.1", 2, 3), Slot("n2", "10.0.0.2", 1, 4))
     after = walk(job(), (hung(), "RESTART_IN_PLACE"), (this(NodesAcquired(slots)), "IGNORE"))
     assert after.slots == slots
+
+
+def test_s4_10_a_shorter_grace_launches_sooner_without_a_lost_node() -> None:
+    """The ranks of a lost node end by themselves: their grace is a part of what is waited for."""
+    usual = resolve({"extends": "modelarts", "timeouts": {"stop_grace": "2m"}})
+    waits = []
+    for policy in (usual, apply_grace_period(usual, {GRACE_PERIOD: "10"})):
+        after = walk(job(policy), (lose("n2"), "WAIT NODE_LOST"), (hung(), POD))
+        waits.append(safe_after(after, at(10)))
+    assert waits[0] - waits[1] == timedelta(seconds=110)
 
 
 def test_s4_10_how_long_ranks_may_take_to_stop_is_in_the_policy() -> None:
