@@ -695,7 +695,7 @@ def replay_policy(
 # A negative number is an exit, not an option: `explain exit -9`.
 @app.command("explain", context_settings={"ignore_unknown_options": True})
 def explain_evidence(
-    kind: Annotated[str, typer.Argument(metavar="xid|exit|dcgm|log|kernel")],
+    kind: Annotated[str, typer.Argument(metavar="xid|npu|exit|dcgm|log|kernel")],
     what: Annotated[str, typer.Argument(metavar="NUMBER|CODE|FILE", help="- is standard input.")],
     exit_code: Annotated[
         int | None,
@@ -711,7 +711,7 @@ def explain_evidence(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Explain a piece of evidence: an Xid, an exit, dcgmi output, a rank's log, a kernel log."""
+    """Explain a piece of evidence: an Xid, an NPU's code, an exit, dcgmi's output, or a log."""
     from relaunch.cli import explain
 
     known = None

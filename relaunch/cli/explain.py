@@ -23,7 +23,7 @@ from relaunch.text import count_noun, printable
 
 MAX_ROW = 120
 """Characters of a line in the row that is suggested for it."""
-KINDS = ("xid", "exit", "dcgm", "log", "kernel")
+KINDS = ("xid", "npu", "exit", "dcgm", "log", "kernel")
 NO_CAUSE = "no finding names a cause"
 
 
@@ -84,6 +84,8 @@ def explain(kind: str, what: str, exit_code: int | None, policy: Policy | None) 
     match kind:
         case "xid":
             return explain_xid(what, policy)
+        case "npu":
+            return explain_npu(what, policy)
         case "exit":
             return explain_exit(what, policy)
         case "dcgm":
@@ -134,6 +136,28 @@ def explain_xid(word: str, policy: Policy | None) -> Explanation:
             "decodes a line",
         )
     more = {"nvidia": nvidia, "note": row.note}
+    return Explanation((LocatedFinding(finding),), row.cause, row.meaning, more, tuple(head))
+
+
+def explain_npu(word: str, policy: Policy | None) -> Explanation:
+    from relaunch.evidence.exits import read_npu_code
+
+    code = word.upper().removeprefix("0X")
+    if not re.fullmatch(r"[0-9A-F]{8,9}", code):
+        raise ConfigError(
+            f"explain npu: {word[:60]!r} is not a fault code: expected one such as 80C98002"
+        )
+    row = _catalog(policy).npu_codes.get(code)
+    if row is None:
+        raise ConfigError(
+            f"NPU fault {code} is not in the catalog: a job does not count it as evidence"
+        )
+    finding = read_npu_code(row, "log")
+    head = [" ".join(filter(None, (f"NPU {row.code} ", row.part)))]
+    by = f", caused by: {row.by.replace('/', ' or ')}" if row.by else ""
+    head += _entry("  MindCluster ", f"{row.level}{by}")
+    head += _entry("  relaunch    ", f"{_format_cause(finding)}: {row.meaning}")
+    more = {"mindcluster": {"level": row.level, "part": row.part, "by": row.by}}
     return Explanation((LocatedFinding(finding),), row.cause, row.meaning, more, tuple(head))
 
 

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 
-from relaunch.evidence.catalog import Catalog, ExitRow
+from relaunch.evidence.catalog import Catalog, ExitRow, NpuRow
 from relaunch.evidence.catalog.signals import SIGNALS
 from relaunch.evidence.causes import Cause
-from relaunch.evidence.findings import Finding, Role
+from relaunch.evidence.findings import Finding, Role, Source
 
 SIGKILL = 9
 NEGATED = (4, 6, 7, 8, 9, 11, 15)
@@ -147,6 +147,10 @@ def read_log_line(line: str, catalog: Catalog) -> Finding | None:
     for row in catalog.log_lines:
         if match := row.pattern.search(line):
             role, cause, meaning = row.role, row.cause, row.meaning
+            if code := match.groupdict().get("npu"):
+                if (npu := catalog.npu_codes.get(code.upper())) is None:
+                    continue  # other programs have event ids as well
+                return read_npu_code(npu, "log", line.strip()[:EXCERPT])
             number = match.groupdict().get("xid")
             if number and (xid := catalog.xids.get(int(number))):
                 role, cause, meaning = xid.role, xid.cause, f"Xid {number}, {xid.meaning}"
@@ -159,6 +163,13 @@ def read_log_line(line: str, catalog: Catalog) -> Finding | None:
                 vague=row.vague,
             )
     return None
+
+
+def read_npu_code(row: NpuRow, source: Source, line: str = "") -> Finding:
+    """Return the finding of a fault code of an Ascend NPU, with the line that names it."""
+    code = f"NPU {row.code}"
+    reason = f"{code} ({row.part}), {row.meaning}" if row.part else f"{code}, {row.meaning}"
+    return Finding(source, code, row.role, f"{reason}: {line}" if line else reason, row.cause)
 
 
 def read_ecs_stop(

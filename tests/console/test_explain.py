@@ -83,6 +83,25 @@ def test_an_xid_shows_nvidias_row_our_cause_and_any_disagreement(page: SnapshotA
     assert sections({"explain xid 79": text("xid", "79"), "explain xid 63": disputed}) == page
 
 
+def test_an_npu_code_shows_mindclusters_level_and_our_cause(page: SnapshotAssertion) -> None:
+    made = view("npu", "0x80c98002", preset("modelarts"))
+    assert made.pop("reason") == catalog().npu_codes["80C98002"].meaning
+    assert made.pop("mindcluster") == {"level": "RestartRequest", "part": "AIC", "by": "User"}
+    assert (made["cause"], made["first"]) == ("GPU_USER_INDUCED", "RESET_GPU")
+    assert made["findings"][0]["code"] == "NPU 80C98002"
+    for code in catalog().npu_codes:
+        lines = lines_of(explain("npu", code, None, None), None, None)
+        assert lines[0].startswith(f"NPU {code}") and max(map(len, lines)) <= 100
+    shown = ("80C98002", "80E01801", "8F180200", "80C98006", "80C98003")
+    assert sections({f"explain npu {code}": text("npu", code) for code in shown}) == page
+
+
+def test_an_npu_code_in_a_log_decides(tmp_path: Path) -> None:
+    log = "step 10\ndevice_id=3, event_id=0x80cb8002, time us=1\nRuntimeError: Inner error\n"
+    made = view("log", write(tmp_path, log))
+    assert (made["cause"], made["findings"][0]["code"]) == ("GPU_USER_INDUCED", "NPU 80CB8002")
+
+
 def test_every_xid_of_the_catalog_can_be_explained_in_a_terminal() -> None:
     for code in catalog().xids:
         lines = lines_of(explain("xid", str(code), None, None), None, None)
@@ -248,6 +267,8 @@ def test_a_policys_own_rows_count(tmp_path: Path) -> None:
         ("log", "no/such.log", ("no/such.log", "No such file or directory")),
         ("kernel", str(ROOT), (str(ROOT), "Is a directory")),
         ("dcgm", "no/such.json", ("no/such.json",)),
+        ("npu", "80C98", ("'80C98'", "80C98002")),
+        ("npu", "80C98FFF", ("80C98FFF", "not in the catalog")),
         ("xids", "79", ("'xids'", ", ".join(KINDS))),
     ],
 )

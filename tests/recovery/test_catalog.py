@@ -28,7 +28,7 @@ from relaunch.evidence.exits import read_log
 from relaunch.evidence.findings import Role
 
 FOLDER = Path(__file__).parents[2] / "relaunch" / "evidence" / "catalog"
-FILES = ("xids", "nvlink", "exits", "log_lines", "kernel_lines", "ecs_stops")
+FILES = ("xids", "npu_codes", "nvlink", "exits", "log_lines", "kernel_lines", "ecs_stops")
 
 
 def overrides(**values: Any) -> CatalogOverrides:
@@ -51,7 +51,8 @@ def test_all_172_xids_of_nvidias_catalog_are_there() -> None:
 
 
 @pytest.mark.parametrize(
-    "table", ["xids", "log_lines", "kernel_lines", "ecs_stops", "exits", "recovery_actions"]
+    "table",
+    ["xids", "npu_codes", "log_lines", "kernel_lines", "ecs_stops", "exits", "recovery_actions"],
 )
 def test_every_root_names_a_cause_and_every_row_has_a_meaning(table: str) -> None:
     value = getattr(catalog(), table)
@@ -84,6 +85,38 @@ def test_exit_rows_cite_a_listed_source_and_are_named_like_exits() -> None:
         assert key == row.key
         assert row.source in sources
         assert key in SIGNALS.values() or re.fullmatch(r"exit \d{1,3}", key)
+
+
+@pytest.mark.parametrize(
+    ("code", "level", "role", "cause"),
+    [
+        ("80C98002", "RestartRequest", Role.ROOT, Cause.GPU_USER_INDUCED),
+        ("80CB8002", "RestartRequest", Role.ROOT, Cause.GPU_USER_INDUCED),
+        ("80C98008", "RestartRequest", Role.ROOT, Cause.GPU_TRANSIENT),
+        ("80C98003", "RestartRequest", Role.ROOT, Cause.GPU_TRANSIENT),
+        ("80E01801", "RestartBusiness", Role.ROOT, Cause.GPU_TRANSIENT),
+        ("8C0E4E00", "FreeRestartNPU", Role.ROOT, Cause.GPU_RESET),
+        ("80E18005", "RestartNPU", Role.ROOT, Cause.GPU_RESET),
+        ("8F180220", "PreSeparateNPU", Role.ROOT, Cause.GPU_FATAL),
+        ("8F180200", "SeparateNPU", Role.ROOT, Cause.GPU_FATAL),
+        ("A2301001", "SeparateNPU", Role.ROOT, Cause.GPU_FATAL),
+        ("80E18405", "SubHealthFault", Role.SYMPTOM, None),
+        ("80C98006", "NotHandleFault", Role.INFORMATION, None),
+    ],
+)
+def test_s4_3_an_npu_code_is_read_as_mindcluster_says(
+    code: str, level: str, role: Role, cause: Cause | None
+) -> None:
+    row = catalog().npu_codes[code]
+    assert (row.level, row.role, row.cause) == (level, role, cause)
+
+
+def test_s4_3_all_802_codes_of_mindcluster_are_there() -> None:
+    rows = catalog().npu_codes
+    assert len(rows) == 802
+    assert all(re.fullmatch(r"[0-9A-F]{8,9}", code) for code in rows)
+    users = {code for code, row in rows.items() if row.cause is Cause.GPU_USER_INDUCED}
+    assert users == {"80C98002", "80CB8002"}
 
 
 @pytest.mark.parametrize(

@@ -582,7 +582,8 @@ def test_a_line_is_read_by_its_row(row: str, line: str) -> None:
 
 
 def test_every_row_of_the_log_table_is_met_by_a_line() -> None:
-    assert {row.id for row in catalog().log_lines} == {row for row, _ in LINES}
+    # The code of an NPU, in a line of npu_event, has its own row and its own tests.
+    assert {row.id for row in catalog().log_lines} == {"npu_event", *(row for row, _ in LINES)}
 
 
 @pytest.mark.parametrize(
@@ -631,6 +632,36 @@ def test_the_first_row_reads_a_line_and_lines_keep_their_order(snapshot: Snapsho
     ]
     assert found[0].reason == snapshot
     assert (found[0].role, found[0].cause) == (Role.ROOT, Cause.GPU_USER_INDUCED)
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "cause"),
+    [
+        (
+            "HBM MULTI BIT ECC, Uncorrectable ECC, device_id=3, event_id=0x80e01801, time us=7",
+            "NPU 80E01801",
+            Cause.GPU_TRANSIENT,
+        ),
+        ("[klogd.c:242][583733.71] event_id=0x80c98002", "NPU 80C98002", Cause.GPU_USER_INDUCED),
+        ("[IMP] event_id:  [0x80CB8002]", "NPU 80CB8002", Cause.GPU_USER_INDUCED),
+        ("Event id=0x80e18005", "NPU 80E18005", Cause.GPU_RESET),
+        ("event_id=0x8f180200", "NPU 8F180200", Cause.GPU_FATAL),
+        ("event_id=0x80c98006", "NPU 80C98006", None),
+    ],
+)
+def test_s4_3_an_npu_code_in_a_log_is_read_by_the_table(
+    line: str, code: str, cause: Cause | None
+) -> None:
+    [found] = read_log([f"[rank3]: {line}"], catalog())
+    assert (found.code, found.cause) == (code, cause)
+    assert found.reason.startswith(code) and found.reason.endswith(line)
+
+
+def test_an_event_id_of_another_program_is_no_fault_of_an_npu() -> None:
+    assert read_log(["register_event(event_id=0x80010001, group=1)"], catalog()) == ()
+    # What else the line says is read by the other rows.
+    [found] = read_log(["event_id=0x80010001: CUDA out of memory"], catalog())
+    assert found.code == "log cuda_oom"
 
 
 def test_an_xid_in_a_log_is_read_by_the_table_of_xids(snapshot: SnapshotAssertion) -> None:

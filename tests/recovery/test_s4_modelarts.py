@@ -186,6 +186,22 @@ def test_s4_3_one_address_on_another_node_is_another_chip() -> None:
     walk(after, (sick(HEALS, node="n1"), "RESET_GPU n1 0000:05:00"))
 
 
+def npu(code: str) -> Any:
+    """A rank has printed the event of an Ascend NPU, as CANN's runtime words it, and failed."""
+    line = f"HBM MULTI BIT ECC, Uncorrectable ECC, device_id=3, event_id=0x{code}, time us=7"
+    return died(1, log_tail=(line,))
+
+
+def test_s4_3_a_users_third_equal_npu_code_isolates_nothing() -> None:
+    spared = (examine(n2="HEALTHY"), "RESTART_IN_PLACE")
+    users = (npu("80c98002"), "EXAMINE n2")
+    after = walk(job(), users, spared, users, spared, (npu("80c98002"), "RESCHEDULE_JOB"))
+    assert (after.restarts_spent, after.avoided) == (1, ())
+    # Another code counts by itself.
+    after = walk(job(), users, spared, users, spared, (npu("80cb8002"), "EXAMINE n2"), spared)
+    assert (after.restarts_spent, after.avoided) == (0, ())
+
+
 def test_s4_3_progress_in_between_makes_no_difference() -> None:
     after = walk(job(), (sick(HEALS), RESET), RESET_DONE, (sick(HEALS), RESET), RESET_DONE)
     after, _ = step(relaunched(after), StepReached(after.generation, 50, at(60)), at(60))
@@ -437,7 +453,7 @@ def test_s4_9_the_counters_live_in_the_jobs_state() -> None:
     assert after.slots == slots
 
 
-def test_s4_10_a_shorter_grace_launches_sooner_without_a_lost_node() -> None:
+def test_s4_10_a_shorter_grace_shortens_the_wait_for_a_lost_node() -> None:
     """The ranks of a lost node end by themselves: their grace is a part of what is waited for."""
     usual = resolve({"extends": "modelarts", "timeouts": {"stop_grace": "2m"}})
     waits = []

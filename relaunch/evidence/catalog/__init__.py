@@ -25,6 +25,7 @@ from relaunch.evidence.catalog.rows import (
     ExitRow,
     KernelRow,
     LogRow,
+    NpuRow,
     NvlinkRule,
     RecoveryAction,
     XidRow,
@@ -42,6 +43,7 @@ __all__ = [
     "ExitRow",
     "KernelRow",
     "LogRow",
+    "NpuRow",
     "NvlinkRule",
     "RecoveryAction",
     "XidRow",
@@ -51,6 +53,9 @@ __all__ = [
 ]
 
 FOLDER = Path(__file__).parent
+USER = "User"
+"""In `npu_codes.json`: the program's input or operators cause it, and the chip is well."""
+USER_MEANING = "an error that the program's input or its operators caused"
 YOURS = "your policy"
 """The source given for a row that a user wrote."""
 
@@ -71,6 +76,7 @@ def _load_tables() -> Catalog:
     log_lines = tuple(LogRow(**_parse_row(row)) for row in log["rows"])
     return Catalog(
         xids={row["code"]: XidRow(**_parse_row(row)) for row in xids["rows"]},
+        npu_codes=_parse_npu_codes(_load_table("npu_codes")),
         recovery_actions={
             row["number"]: RecoveryAction(**_parse_row(row)) for row in xids["recovery_actions"]
         },
@@ -105,6 +111,18 @@ def _parse_row(row: dict[str, Any]) -> dict[str, Any]:
         if isinstance(row.get(field), str):
             values[field] = re.compile(row[field])
     return values
+
+
+def _parse_npu_codes(table: dict[str, Any]) -> dict[str, NpuRow]:
+    """Return the rows with the meaning of their level, or of their being the user's doing."""
+    levels = {row["level"]: _parse_row(row) for row in table["levels"]}
+    rows = {}
+    for row in table["rows"]:
+        one = NpuRow(**levels[row["level"]] | row)
+        if one.by == USER:
+            one = replace(one, role=Role.ROOT, cause=Cause.GPU_USER_INDUCED, meaning=USER_MEANING)
+        rows[one.code] = one
+    return rows
 
 
 def _join_patterns(rows: Iterable[LogRow]) -> Pattern:

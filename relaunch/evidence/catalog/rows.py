@@ -45,6 +45,23 @@ class RecoveryAction:
 
 
 @dataclass(frozen=True, slots=True)
+class NpuRow:
+    """A fault code of an Ascend NPU."""
+
+    code: str
+    """In hexadecimal capitals, without `0x`."""
+    level: str
+    """What MindCluster does about it, by the name in its configuration."""
+    part: str
+    """The part of the chip, as MindCluster calls it; empty: it does not say."""
+    by: str
+    """What MindCluster says may cause it: Hardware, Software, User; empty: it does not say."""
+    role: Role
+    cause: Cause | None
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True)
 class NvlinkRule:
     """One rule to decode an Xid from 144 to 150."""
 
@@ -111,6 +128,7 @@ class EcsStopRow:
 @dataclass(frozen=True, slots=True)
 class Catalog:
     xids: dict[int, XidRow]
+    npu_codes: dict[str, NpuRow]
     recovery_actions: dict[int, RecoveryAction]
     nvlink: tuple[NvlinkRule, ...]
     exits: dict[str, ExitRow]
