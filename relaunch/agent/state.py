@@ -14,7 +14,7 @@ import socket
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Iterator, NamedTuple, NoReturn, Optional
+from typing import Any, Iterable, Iterator, NamedTuple, NoReturn, Optional
 
 from relaunch.agent import disk, folders, processes
 from relaunch.agent.protocol import Json, Order, Refusal, Token, job_path
@@ -143,6 +143,7 @@ class Generation:
             self.path / "errors",
             self.path / "progress",
             self.path / "launched",
+            self.path / "running",
             self.flight_folder,
         ):
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -173,6 +174,21 @@ class Generation:
 
     def rank_record_path(self, rank: int) -> Path:
         return self.path / "launched" / f"rank_{rank}.json"
+
+    def task_record_path(self, rank: int) -> Path:
+        """Return where a rank is recorded from before its command starts until it has ended."""
+        return self.path / "running" / f"rank_{rank}.json"
+
+    def remove_task_records(self, ranks: Iterable[int] | None = None) -> None:
+        """Remove the records of ranks that have ended; None: of all. A failure is only logged."""
+        try:
+            folder = self.path / "running"
+            for path in (
+                map(self.task_record_path, ranks) if ranks is not None else folder.glob("rank_*")
+            ):
+                path.unlink(missing_ok=True)
+        except OSError as error:  # the boot and the start time in a record say that it is old
+            disk.log(f"the records of ended ranks cannot be removed: {error}")
 
     @property
     def launched_ranks(self) -> dict[int, tuple[int, int]]:

@@ -230,6 +230,7 @@ class Shim:
         if self.state == "stopping":
             self._sweep()
             self._publish()
+        self.generation.remove_task_records(rank for rank, _, _ in exits)
 
     def _begin_stop(self, grace: float) -> None:
         """Send SIGTERM to the ranks, and schedule SIGKILL after `grace` seconds.
@@ -265,6 +266,7 @@ class Shim:
             self.used_at = now()
             self._inform_guard()
             self._confirm()
+            self.generation.remove_task_records()  # also of a launch that was refused
             return
         if now() < self.kill_at:
             self._terminate_strays()

@@ -12,13 +12,13 @@ import resource
 import select
 import signal
 import time
-from typing import Dict, NoReturn
+from typing import Dict, NoReturn, Tuple
 
 from relaunch.agent import disk, processes
 from relaunch.agent.failpoints import reach_failpoint
 from relaunch.agent.protocol import Json, Refusal, Token
 from relaunch.agent.ranks import flight, launched
-from relaunch.agent.state import Generation
+from relaunch.agent.state import Generation, read_boot_id, write_json
 
 EXEC_TIMEOUT = 30.0
 """Timeout in seconds of an exec. A cold network file system takes several seconds."""
@@ -69,6 +69,7 @@ def _become(
     outputs: tuple[int, int],
     failure: int,
     shim: int,
+    task: Tuple[Generation, Json],
 ) -> NoReturn:
     """Turn this newly forked process into the rank. An error is written to the pipe `failure`."""
     step = "prepare the process"
@@ -76,6 +77,9 @@ def _become(
         os.setsid()
         processes.die_with(shim)
         processes.allow_reading()
+        step = "its record"
+        _record_task(*task)
+        step = "prepare the process"
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(outputs[0], 1)
         os.dup2(outputs[1], 2)
@@ -97,6 +101,23 @@ def _become(
         report = {"step": step, "errno": None, "text": repr(error)}
     os.write(failure, json.dumps(report).encode())
     os._exit(127)
+
+
+def _record_task(generation: Generation, task: Json) -> None:
+    """Record this process as a running rank, before it becomes the rank's command.
+
+    By the boot and the start time in it, an old record differs from that of a rank that runs. On a
+    full disk there is none: that is no reason not to train.
+    """
+    own = processes.identify_self()
+    record = {**task, "pid": own.pid, "started": own.started, "at": time.time()}
+    try:
+        write_json(generation.task_record_path(task["rank"]), record, durable=False)
+    except OSError as error:
+        if not disk.is_full(error):
+            raise
+        disk.log(f"the disk is full: rank {task['rank']} has no record in {generation.path}")
+    reach_failpoint(generation.state, "rank.recorded")
 
 
 def _set_limit(name: str, value: int) -> None:
@@ -143,6 +164,11 @@ def launch(
     """
     shim = os.getpid()
     base = dict(os.environ)
+    task = {
+        "token": token.json,
+        "node": order["node"],
+        "boot_id": read_boot_id(generation.state),
+    }
     own = order.get("launched")
     command = (
         order["command"]
@@ -162,7 +188,8 @@ def launch(
             reports[reading] = rank
             pid = os.fork()
             if pid == 0:
-                _become(order, command, environment, outputs, writing, shim)
+                recorded = generation, {**task, "rank": rank}
+                _become(order, command, environment, outputs, writing, shim, recorded)
             started[rank] = pid
             for log in set(outputs):
                 os.close(log)

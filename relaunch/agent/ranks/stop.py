@@ -71,6 +71,8 @@ def stop_all(
             unproven.append(generation)
     if unproven:
         alive.update(_kill_rest(job, unproven, groups, below, stuck_after))
+        for generation in unproven:
+            generation.remove_task_records()
     return sorted(alive)
 
 

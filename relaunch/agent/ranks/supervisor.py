@@ -248,6 +248,8 @@ class Supervisor:
             record.close()
             self.unwritten = record.pending
             self.observations = [*journal.read(self.generation.journal), *self.unwritten]
+        if not left:
+            self.generation.remove_task_records()
         self.synced = len(self.observations)
         self.state, self.alive, self.leased_until = "gone", [], None
         self._send_observations()

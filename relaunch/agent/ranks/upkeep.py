@@ -50,7 +50,7 @@ class FolderUpkeep:
     def _list_folders(self) -> List[Path]:
         """Return the folders that must exist, outermost first."""
         own = self.generation.path
-        inner = [own / name for name in ("logs", "errors", "progress", "launched")]
+        inner = [own / name for name in ("logs", "errors", "progress", "launched", "running")]
         return [*self._list_outer(), own, *inner]
 
     def _list_outer(self) -> List[Path]:
