@@ -10,12 +10,14 @@ import json
 import logging
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
+from syrupy.assertion import SnapshotAssertion
 
 from relaunch.backends import session as session_module
 from relaunch.backends.artifact import build_agent
@@ -36,9 +38,10 @@ from relaunch.backends.ecs import container
 from relaunch.backends.ecs import follow as follow_module
 from relaunch.backends.ecs import stream as stream_module
 from relaunch.backends.ecs.backend import EcsBackend
+from relaunch.backends.ecs.follow import FollowedTask
 from relaunch.backends.ecs.launch import stamp
 from relaunch.backends.ecs.stream import ECS_SEQ
-from relaunch.backends.ecs.tasks import read_definition, read_task
+from relaunch.backends.ecs.tasks import Task, read_definition, read_task
 from relaunch.generation import Token
 from relaunch.spec.fleet import EcsOptions, FleetSpec
 from relaunch.spec.job import SecretReference
@@ -455,6 +458,68 @@ async def test_logs_and_stacks_are_the_agents_while_it_lives(make: Callable[...,
     gone = await site.backend.logs("n1", site.token, None, 65536, 0.0, None)
     assert isinstance(gone, Refusal) and "CloudWatch Logs" in gone.reason
     assert isinstance(await site.backend.stacks("n1", site.token, 0), Refusal)
+
+
+# --- whose word it is
+
+
+class AnotherAgent:
+    """An agent in the task, whose lines are of another generation after an honest hello."""
+
+    def __init__(self, said: list[Line]) -> None:
+        self.said = said
+        self.sessions = 0
+        self.complaints: list[str] = []
+
+    @asynccontextmanager
+    async def session(self, node: str, task: Task) -> AsyncIterator[AnotherAgent]:
+        self.sessions += 1
+        yield self
+
+    @asynccontextmanager
+    async def watch(
+        self, token: Token, after_seq: int, heartbeat: float
+    ) -> AsyncIterator[AnotherAgent]:
+        yield self
+
+    async def lines(self) -> AsyncIterator[Line]:
+        for line in self.said:
+            yield line
+
+    def complain(self, node: str, task: Task, reason: str) -> None:
+        self.complaints.append(reason)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"heartbeat": {"stamp": 2.0, "alive": [0], "progress": {"0": {"step": 900, "age": 0.1}}}},
+        {"observation": {"seq": 1, "kind": "RankExited", "rank": 0, "local_rank": 0}},
+        {"end": {"seq": 0}},
+    ],
+    ids=["heartbeat", "observation", "end"],
+)
+async def test_s2_6_an_agent_of_another_container_is_not_believed(
+    line: Line, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion
+) -> None:
+    monkeypatch.setattr(container, "RETRY", (0.01, 0.02))
+    monkeypatch.setattr(container, "COMPLAIN_AFTER", 0.0)
+    token = {"namespace": "d", "job": "j", "submission": 1, "generation": 2}
+    sender = {"token": token, "node": "n1", "shim": None}
+    hello = {"token": token, "boot_id": "b", "state": "running", "ranks": [0], "stamp": 1.0}
+    another = {**sender, "token": {**token, "generation": 1}}
+    agent: Any = AnotherAgent([{"hello": hello, "sender": sender}, {**line, "sender": another}])
+    followed = FollowedTask("a/1")
+    task = read_task({"taskArn": "a/1", "lastStatus": "RUNNING", "overrides": WITH_AGENT})
+    followed.record_poll(task, None)
+    feed = container.Feed(agent, followed, "n1", Token("d", "j", 1, 2), 0, 1.0)
+    feed.begin(task)
+    async with asyncio.timeout(PATIENCE):
+        while agent.sessions < 3:
+            await followed.wait_for_change()
+    assert feed.next() is None
+    assert agent.complaints[0] == snapshot
+    await feed.close()
 
 
 # --- what is ordered
