@@ -7,6 +7,8 @@ import os
 import sys
 import time
 
+STEP_VARIABLE = "BENCH_STEP_S"
+"""Names the variable with the seconds between two steps."""
 STARTED = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
 
 
@@ -27,9 +29,9 @@ def report_start() -> None:
 
 
 def count_steps(path: str) -> None:
-    step = 0
+    step, interval = 0, float(os.environ.get(STEP_VARIABLE, "0.1"))
     while True:
-        time.sleep(0.1)
+        time.sleep(interval)
         step += 1
         if path:
             with open(path, "w") as file:
