@@ -40,6 +40,10 @@ REGISTER_TIMEOUT_S = 60.0
 WAITING_INTERVAL_S = 2.0
 """Seconds between two looks while another build is current."""
 INTERVAL_S = 5.0
+"""Seconds between two looks while this build is current and another one has workflows."""
+QUIET_INTERVAL_S = 15.0
+"""The same where no other build has any, as on a laptop from its second look on. Each look has the
+server query a workflow of its own."""
 RETURN_AFTER_S = 120.0
 """Seconds without a worker of the current build after which one that was current earlier takes over
 again. It may be kept beside the new one for a rollback, and the new one may only be restarting."""
@@ -68,6 +72,8 @@ class Handover:
     _silences: dict[str, _Silence] = field(default_factory=dict)
     _tried: dict[tuple[str, bool], float] = field(default_factory=dict)
     """When a run was last reminded to move, or tried because its build is gone (True)."""
+    _others: int = 0
+    """Workflows that other builds had at the last look."""
 
     async def run(self) -> None:
         """Look until cancelled. What the server refuses now is asked again with the next look."""
@@ -97,7 +103,9 @@ class Handover:
     def _choose_interval(self, builds: Builds) -> float:
         if builds.current is None or builds.find(self.build) is None:
             return STARTING_INTERVAL_S
-        return INTERVAL_S if builds.current.id == self.build else WAITING_INTERVAL_S
+        if builds.current.id != self.build:
+            return WAITING_INTERVAL_S
+        return INTERVAL_S if self._others else QUIET_INTERVAL_S
 
     async def _look(self, builds: Builds) -> None:
         current = builds.current
@@ -117,9 +125,10 @@ class Handover:
                 await wake(self.client, workflow)
         elif current.id != self.build:
             return
+        self._others = 0
         for one in builds.known:
             if one.id != self.build:
-                await self._take_over(one)
+                self._others += await self._take_over(one)
 
     def _listen(self, build: Build) -> None:
         known = self._silences.get(build.id)
@@ -142,10 +151,11 @@ class Handover:
         limit = UNHEARD_AFTER if seen.heard_at is None else GONE_AFTER
         return time.monotonic() - seen.since > limit.total_seconds()
 
-    async def _take_over(self, build: Build) -> None:
-        """Have the workflows that another build works for move here."""
+    async def _take_over(self, build: Build) -> int:
+        """Have the workflows that another build works for move here; return how many there are."""
         gone = self._is_gone(build)
-        for workflow in await list_running(self.client, self.task_queue, build.id):
+        running = await list_running(self.client, self.task_queue, build.id)
+        for workflow in running:
             tried = self._tried.get((workflow.run_id, gone))
             if tried is not None and time.monotonic() - tried < REMIND_INTERVAL_S:
                 continue
@@ -165,6 +175,7 @@ class Handover:
                 )
             else:
                 log.info("build %s continues %s of build %s", self.build, workflow.id, build.id)
+        return len(running)
 
     async def _move(self, workflow: RunningWorkflow) -> str:
         """Continue a workflow here if its history allows it; return why it does not."""

@@ -10,7 +10,16 @@ import pytest
 from temporalio.client import Client
 
 from relaunch.builds import GONE_AFTER, HEARTBEAT_INTERVAL, Build, Builds
-from relaunch.handover import RETURN_AFTER_S, UNHEARD_AFTER, Handover, _Silence
+from relaunch.handover import (
+    INTERVAL_S,
+    QUIET_INTERVAL_S,
+    RETURN_AFTER_S,
+    STARTING_INTERVAL_S,
+    UNHEARD_AFTER,
+    WAITING_INTERVAL_S,
+    Handover,
+    _Silence,
+)
 
 NOW = datetime(2026, 11, 24, tzinfo=UTC)
 HEARD, ENDED = NOW, None
@@ -54,3 +63,21 @@ def test_the_build_before_is_the_last_that_was_current() -> None:
     )
     assert (builds.previous or Build("", False, None, None)).id == "b"
     assert Builds((Build("a", True, NOW, None),)).previous is None
+
+
+@pytest.mark.parametrize(
+    ("current", "others", "interval"),
+    [
+        ("", 0, STARTING_INTERVAL_S),
+        ("other", 0, WAITING_INTERVAL_S),
+        ("ours", 1, INTERVAL_S),
+        ("ours", 0, QUIET_INTERVAL_S),
+    ],
+)
+def test_a_worker_looks_rarely_while_no_other_build_has_workflows(
+    current: str, others: int, interval: float
+) -> None:
+    handover = Handover(cast(Client, None), "queue", "ours")
+    handover._others = others
+    known = tuple(Build(id, id == current, NOW, NOW) for id in ("ours", "other"))
+    assert handover._choose_interval(Builds(known)) == interval
