@@ -7,53 +7,102 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from temporalio.client import Client, WorkflowFailureError
+from temporalio.client import Client
+from temporalio.service import RPCError
 
 from relaunch.cli import job_views, jobs, logs
 from relaunch.cli.rank_output import Printer, RunOutput
 from relaunch.job import failure
 from relaunch.job.state import Incident, JobState, Phase
-from relaunch.messages.jobs import JobResult
 from relaunch.spec.job import OutputStream
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+LOOK_DELAY_S = 0.2
+"""Seconds from an event of the job to the look at it: a recovery is some thirty events, and a look
+takes time from it."""
 LOOK_INTERVAL_S = 0.4
-"""Seconds between looks. A look that finds nothing new is one read from the server, without the
-worker."""
-LAST_LOGS_TIMEOUT_S = 15.0
-"""Seconds to wait for the last logs of an ended job."""
+"""Fewest seconds between two looks."""
+REFRESH_INTERVAL_S = 10.0
+"""Seconds without an event after which the job is looked at all the same: a job that waits for a
+worker has none."""
+LIVE_REFRESH_INTERVAL_S = 1.0
+"""The same for a view that shows the progress, which heartbeats bring without an event."""
+LAST_LOGS_TIMEOUT_S = 30.0
+"""Seconds to wait for the last logs of an ended job: a call that a killed worker has left behind
+ends within 25."""
 
 Say = Callable[[str], None]
 
 
-async def watch(client: Client, name: str) -> AsyncIterator[jobs.JobSnapshot]:
-    """Yield the state of the job whenever it has changed, last when it has ended."""
-    run = await jobs.describe(client, name)
-    handle = client.get_workflow_handle(run.id, run_id=run.run_id, result_type=JobResult)
-    ended = asyncio.create_task(_wait_for_end(handle))
+async def watch(
+    client: Client, name: str, refresh_interval: float = REFRESH_INTERVAL_S
+) -> AsyncIterator[jobs.JobSnapshot]:
+    """Yield the state of the job whenever it has changed, last when it has ended.
+
+    The server tells of each event (a long poll), so nothing is asked while nothing happens.
+    """
+    loop = asyncio.get_running_loop()
+    events: EventFeed | None = None
     now: jobs.JobSnapshot | None = None
     try:
         while True:
+            looked_at = loop.time()
             newer = await jobs.load_job(client, name, now)
             if newer != now:
                 yield newer
             now = newer
-            if not now.open and ended.done():
+            if not now.open:
                 return
-            await asyncio.wait({ended}, timeout=LOOK_INTERVAL_S)
+            if events is None or events.run_id != now.run_id or events.is_over:
+                if events is not None:
+                    events.close()
+                events = EventFeed(client, name, now.run_id)
+            await events.wait(refresh_interval)
+            if not events.is_over:  # of an end it is told at once
+                await asyncio.sleep(max(LOOK_DELAY_S, looked_at + LOOK_INTERVAL_S - loop.time()))
     finally:
-        ended.cancel()
+        if events is not None:
+            events.close()
 
 
-async def _wait_for_end(handle: Any) -> None:
-    try:
-        await handle.result()
-    except WorkflowFailureError:
-        return
+class EventFeed:
+    """Waits for new events of one run of a job, until the run has ended."""
+
+    def __init__(self, client: Client, name: str, run_id: str) -> None:
+        self.run_id = run_id
+        self._handle = client.get_workflow_handle(jobs.handle_of(client, name).id, run_id=run_id)
+        self._news = asyncio.Event()
+        self._reading = asyncio.create_task(self._read())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there will be no more events: the run has ended, or the server did not answer."""
+        return self._reading.done()
+
+    async def wait(self, within: float) -> None:
+        """Wait for an event since the last call, or for the end, but not longer than this."""
+        news = asyncio.create_task(self._news.wait())
+        try:
+            await asyncio.wait(
+                {news, self._reading}, timeout=within, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            news.cancel()
+            self._news.clear()
+
+    def close(self) -> None:
+        self._reading.cancel()
+
+    async def _read(self) -> None:
+        try:
+            async for _ in self._handle.fetch_history_events(wait_new_event=True):
+                self._news.set()
+        except RPCError:  # the next look says what is wrong, or reads on
+            await asyncio.sleep(LOOK_INTERVAL_S)
 
 
 class Narrator:
@@ -175,7 +224,7 @@ async def follow_live(client: Client, name: str) -> int:
         narrator = Narrator(
             lambda line: live.console.print(line, style="dim", markup=False, highlight=False)
         )
-        async for now in watch(client, name):
+        async for now in watch(client, name, LIVE_REFRESH_INTERVAL_S):
             narrator.tell(now)
             live.update(render(now, datetime.now(UTC)), refresh=True)
     assert now is not None
