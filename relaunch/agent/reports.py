@@ -8,13 +8,18 @@ import time
 from pathlib import Path
 
 from relaunch.agent import processes
+from relaunch.agent.file_changes import FileChanges
 from relaunch.agent.node import gpu_users, gpus, hold, reboots
 from relaunch.agent.protocol import VERSION, Fields, Json, Refusal, refuse_field
 from relaunch.agent.ranks import journal, log_times, retention
 from relaunch.agent.state import Generation, JobState, read_boot_id, read_json
 
 POLL_INTERVAL = 0.05
-"""Seconds between checks for new log lines while a caller waits."""
+"""Fewest seconds between two checks for new log lines while a caller waits, and the interval where
+the kernel does not tell of changes."""
+CHECK_INTERVAL = 1.0
+"""Seconds between checks where it does: a log that was removed and made again is a link, to which
+changes are not told."""
 MAX_LOOK_BACK_BYTES = 65536
 """Bytes before an offset in which the begin of its line is looked for."""
 
@@ -226,29 +231,48 @@ def read_logs(state: Path, order: Fields, reading: int) -> Json:
             0 if since is None else _find_line(log, log_times.find_offset(generation, log, since)),
         )
         begins[str(rank)], sizes[str(rank)] = offsets[rank], _find_size(log)
-    while True:
-        over = _has_ended(generation, ranks)
-        read_chunks = [
-            _read_chunk(logs[rank], rank, offset, limit, over) for rank, offset in offsets.items()
-        ]
-        chunks = [chunk for chunk in read_chunks if chunk is not None]
-        ended = over and all(
-            _is_read_up(logs[rank], rank, offset, chunks) for rank, offset in offsets.items()
-        )
-        left = deadline - time.monotonic()
-        if chunks or ended or left <= 0:
-            missing = [rank for rank in ranks if over and rank in logs and not logs[rank].exists()]
-            return {
-                "outcome": "done",
-                "chunks": chunks,
-                "ended": ended,
-                "begins": begins,
-                "sizes": sizes,
-                "missing": missing,
-            }
-        ready, _, _ = select.select([reading], [], [], min(POLL_INTERVAL, left))
-        if ready and not os.read(reading, 65536):
-            deadline = 0.0
+    changes: FileChanges | None = None
+    try:
+        while True:
+            over = _has_ended(generation, ranks)
+            read_chunks = [
+                _read_chunk(logs[rank], rank, offset, limit, over)
+                for rank, offset in offsets.items()
+            ]
+            chunks = [chunk for chunk in read_chunks if chunk is not None]
+            ended = over and all(
+                _is_read_up(logs[rank], rank, offset, chunks) for rank, offset in offsets.items()
+            )
+            if chunks or ended or deadline <= time.monotonic():
+                missing = [
+                    rank for rank in ranks if over and rank in logs and not logs[rank].exists()
+                ]
+                return {
+                    "outcome": "done",
+                    "chunks": chunks,
+                    "ended": ended,
+                    "begins": begins,
+                    "sizes": sizes,
+                    "missing": missing,
+                }
+            if changes is None:  # then look again: something may have come before
+                changes = FileChanges([generation.path, generation.path / "logs"])
+            elif not _await_changes(changes, reading, deadline):
+                deadline = 0.0
+    finally:
+        if changes is not None:
+            changes.close()
+
+
+def _await_changes(changes: FileChanges, reading: int, deadline: float) -> bool:
+    """Wait until there may be more to read; return whether the caller still waits for it."""
+    time.sleep(max(0.0, min(POLL_INTERVAL, deadline - time.monotonic())))
+    handles = [reading] if changes.handle is None else [reading, changes.handle]
+    interval = 0.0 if changes.handle is None else CHECK_INTERVAL
+    left = max(0.0, min(interval, deadline - time.monotonic()))
+    ready, _, _ = select.select(handles, [], [], left)
+    changes.clear()
+    return reading not in ready or bool(os.read(reading, 65536))
 
 
 def _has_ended(generation: Generation, ranks: list[int]) -> bool:

@@ -25,7 +25,10 @@ ALWAYS_FINISHED = ("prepare", "start", "stop", "reset-gpus", "reboot")
 CUT_CHECK_INTERVAL = 0.2
 """Seconds between checks whether a cut was lifted."""
 MAX_SPARES = 2
-"""Idle children: one that `prepare` turns into a shim, and one for the `start` that follows."""
+"""Children forked ahead: one that `prepare` turns into a shim, one for the `start` that follows."""
+MAX_IDLE = MAX_SPARES + 1
+"""Idle children that are kept. A command that comes again and again, such as `logs` of a followed
+job, gets the same child each time, while the others wait for a launch."""
 FORK_DELAY = 0.05
 """Seconds without a line before spares are replaced: a fork costs 2 ms, which must not delay a
 launch."""
@@ -203,7 +206,7 @@ class Session:
 
     def _free(self, child: Child) -> None:
         """Return a child that is ready for another command to the spares, or let it end."""
-        if child.closed or not self.open or len(self.spares) >= MAX_SPARES:
+        if child.closed or not self.open or len(self.spares) >= MAX_IDLE:
             child.close()
             return
         del self.children[child.from_child]
