@@ -25,9 +25,10 @@ from relaunch.job.state import JobState
 from relaunch.messages.logs import ReadLogsInput, ReadLogsOutput
 from relaunch.spec.job import JobSpec, OutputStream
 
-WAIT = 5.0
-"""Seconds that one call waits for new output. After ctrl-C, a longer call would occupy a slot of
-the worker for nothing."""
+FIRST_WAIT, LONGEST_WAIT = 5.0, 15.0
+"""Seconds that one call waits for new output; each that found none makes the next one longer. Each
+call is an activity, which costs the server some milliseconds and is kept in its database. After
+ctrl-C, a longer call would occupy a slot of the worker for nothing."""
 BETWEEN_CALLS = 0.1
 """Seconds: a rank that prints all the time costs ten calls a second, and people do not read faster.
 """
@@ -199,14 +200,17 @@ async def print_logs(
     sizes: dict[int, int] = {}
     complained: str | None = None
     found = True
+    patience = FIRST_WAIT
     try:
         while True:
             # What `over` says counts from the next answer on: the newest output is still read.
             last = to_now or over()
-            wait = 0.0 if last else min(WAIT, printer.next_refresh)
+            wait = 0.0 if last else min(patience, printer.next_refresh)
             answer = await read(client, task_queue, where, offsets or None, wait, selection)
             complaint = _find_complaint(where, selection, answer)
             if answer is not None:
+                is_quiet = not answer.chunks
+                patience = min(LONGEST_WAIT, 2 * patience) if is_quiet else FIRST_WAIT
                 offsets |= {**answer.begins, **offsets}
                 for piece in answer.chunks:
                     offsets[piece.rank] = piece.next
