@@ -204,7 +204,8 @@ class Supervisor:
         self.pids = {int(rank): pid for rank, pid in news["pids"]}
         if self.lease is not None and self.leased_until is not None:
             self.lease.set_times(self.leased_until, news["handle"], self.renewed)
-        self._send_observations()
+        if self.synced != len(self.observations):
+            self._send_observations()
         if self.state == "gone":
             self._send_end()
             self.exit_at = now() if not self.watchers else now() + FAREWELL_TIMEOUT

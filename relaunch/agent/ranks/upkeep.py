@@ -22,6 +22,14 @@ CHECK_INTERVAL = 2.0
 SOCKETS = ("orders", "sock")
 
 
+def _is_open_as(path: Path, handle: int) -> bool:
+    """Return whether this path still leads to the folder that was opened."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(handle))
+    except OSError:
+        return False
+
+
 class FolderUpkeep:
     def __init__(self, generation: Generation, token: Token, order: Json, lock: int) -> None:
         """Start upkeep; `lock` is the descriptor of shim.lock, held since this process began."""
@@ -43,15 +51,17 @@ class FolderUpkeep:
         self._was_restored = False
         self.highest = read_json(self.job.path / "highest.json")
         """The content of highest.json when this generation was prepared."""
+        own = generation.path
+        self._outer = self._list_outer()
+        inner = [own / name for name in ("logs", "errors", "progress", "launched", "running")]
+        self._folders = [*self._outer, own, *inner]
+        """The folders that must exist, outermost first."""
+        names = ["order.json", "shim.json", "shim.lock", "journal.jsonl", *SOCKETS]
+        self._files = [*(own / name for name in names), self.job.path / "highest.json"]
+        """The files that must exist from the begin on."""
         self.lock_folders()
 
     # --- locking folders ---
-
-    def _list_folders(self) -> List[Path]:
-        """Return the folders that must exist, outermost first."""
-        own = self.generation.path
-        inner = [own / name for name in ("logs", "errors", "progress", "launched", "running")]
-        return [*self._list_outer(), own, *inner]
 
     def _list_outer(self) -> List[Path]:
         state = self.generation.state
@@ -60,14 +70,13 @@ class FolderUpkeep:
 
     def lock_folders(self) -> None:
         """Take a shared lock on every folder. Systemd-tmpfiles skips folders that are locked."""
-        for path in [*self._list_outer(), self.generation.path]:
+        for path in [*self._outer, self.generation.path]:
+            previous = self._folder_locks.get(path)
+            if previous is not None and _is_open_as(path, previous):
+                continue
             try:
                 handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
             except OSError:  # removed: the next check creates it again
-                continue
-            previous = self._folder_locks.get(path)
-            if previous is not None and os.path.sameopenfile(previous, handle):
-                os.close(handle)
                 continue
             try:
                 fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -85,11 +94,10 @@ class FolderUpkeep:
         self.due_at = now() + CHECK_INTERVAL
         self.lock_folders()
         own = self.generation.path
-        names = ["order.json", "shim.json", "shim.lock", "journal.jsonl", *SOCKETS]
+        paths = [*self._folders, *self._files]
         if self.launch is not None:
-            names.append("started.json")
-        files = [*(own / name for name in names), self.job.path / "highest.json"]
-        return [path for path in [*self._list_folders(), *files] if not os.path.lexists(path)]
+            paths.append(own / "started.json")
+        return [path for path in paths if not os.path.lexists(path)]
 
     def restore(self, missing: List[Path], alive: Dict[int, int]) -> None:
         """Create missing folders and files again, except the journal and the sockets.
@@ -101,7 +109,7 @@ class FolderUpkeep:
         """
         own = self.generation.path
         disk.log(f"removed while this generation lives, made again: {', '.join(map(str, missing))}")
-        for path in self._list_folders():
+        for path in self._folders:
             if path not in (self.generation.state, self.generation.state.parent):
                 path.mkdir(mode=0o700, exist_ok=True)
             elif path in missing:
