@@ -37,6 +37,8 @@ READY_TIMEOUT = 30.0
 """Seconds. A new database takes 0.5 s, a large one on a busy machine takes longer."""
 STOP_TIMEOUT = 15.0
 """Seconds from SIGTERM to SIGKILL; longer than a worker's graceful shutdown."""
+DATABASE = "temporal.db"
+"""The server's database in the state folder."""
 ATTENDANT_ENDED = "`relaunch run` has ended"
 TIDY_INTERVAL = 3600.0
 """Seconds between two looks for environment files of jobs that the server has forgotten."""
@@ -56,6 +58,24 @@ SERVER_OPTIONS = (
     # In a checkout each edit is another build; the default is 100, and nothing is forgotten then.
     ("--dynamic-config-value", "matching.maxVersionsInDeployment=1000"),
 )
+EMBEDDED_OPTIONS = (
+    # Four parts of the server read the namespaces again every 2 s by default, a sixth of what an
+    # idle server does. A change, which only `up` makes, is seen this much later.
+    ("--dynamic-config-value", 'system.namespaceCacheRefreshInterval="30s"'),
+)
+"""Further options of the server of `up`, which a shared one does not have."""
+ONE_PARTITION = (
+    ("--dynamic-config-value", "matching.numTaskqueueReadPartitions=1"),
+    ("--dynamic-config-value", "matching.numTaskqueueWritePartitions=1"),
+)
+"""One part for each task queue instead of four, which poll one another. Only for databases that
+have begun so: a task that waits in another part would never be found."""
+PARTITIONS_FILE = "one-partition"
+"""The file in the state folder that says so of the database beside it."""
+SINGLE_JOB_RUNTIME = {"GOMAXPROCS": "1", "GOGC": "50"}
+SHARED_RUNTIME = {"GOMAXPROCS": str(min(4, os.cpu_count() or 1)), "GOGC": "50"}
+"""Variables of the server's Go runtime, unless they are set: each further core that it may use
+costs it wake-ups even when idle, and garbage may be half of what is in use instead of as much."""
 
 
 @dataclass(frozen=True)
@@ -180,14 +200,24 @@ async def serve(
         "RELAUNCH_STATE": str(service.state.resolve()),
         "RELAUNCH_FLEETS": os.pathsep.join(str(path.resolve()) for path in service.fleets),
     }
+    is_single = attended_job is not None
     server = Keeper(
-        "server", _make_server_command(service), environment, service.state / "server.log", say
+        "server",
+        _make_server_command(service),
+        {**(SINGLE_JOB_RUNTIME if is_single else SHARED_RUNTIME), **environment},
+        service.state / "server.log",
+        say,
     )
     # The server of one job meets no other build, and to make one current takes it a second.
-    command = [*RELAUNCH, "worker", *(["--no-build"] if attended_job is not None else [])]
+    command = [*RELAUNCH, "worker", "--near", *(["--no-build"] if is_single else [])]
     worker = Keeper("worker", command, environment, service.state / "worker.log", say)
-    waiting = [*RELAUNCH, "warm", str(service.state.resolve())]
-    warm = Keeper("warm command line", waiting, environment, service.state / "warm.log", say)
+    warm = Keeper(
+        "warm command line",
+        [*RELAUNCH, "warm", str(service.state.resolve())],
+        environment,
+        service.state / "warm.log",
+        say,
+    )
     warming: asyncio.Task[None] | None = None
     tidying: asyncio.Task[None] | None = None
     stopping = asyncio.create_task(stop.wait())
@@ -235,8 +265,9 @@ async def serve(
 
 def _make_server_command(service: Service) -> list[str]:
     ports = ["--ip", HOST, "--port", str(service.port), "--ui-port", str(service.ui_port)]
-    database = ["--db-filename", str(service.state / "temporal.db")]
-    options = [word for pair in SERVER_OPTIONS for word in pair]
+    database = ["--db-filename", str(service.state / DATABASE)]
+    partitions = ONE_PARTITION if has_one_partition(service.state) else ()
+    options = [word for pair in (*SERVER_OPTIONS, *EMBEDDED_OPTIONS, *partitions) for word in pair]
     return [
         str(find_server()),
         "server",
@@ -247,6 +278,14 @@ def _make_server_command(service: Service) -> list[str]:
         "error",
         *options,
     ]
+
+
+def has_one_partition(state: Path) -> bool:
+    """Return whether each task queue of the database has one part. A new database gets one."""
+    mark = state / PARTITIONS_FILE
+    if not (state / DATABASE).exists():
+        mark.touch()
+    return mark.exists()
 
 
 class Keeper:
