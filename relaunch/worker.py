@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import ctypes
 import gc
 import logging
 import os
@@ -19,7 +21,12 @@ from typing import Any
 from temporalio.client import Client
 from temporalio.runtime import PrometheusConfig, Runtime, TelemetryConfig
 from temporalio.service import RPCError
-from temporalio.worker import PollerBehaviorAutoscaling, Worker
+from temporalio.worker import (
+    PollerBehavior,
+    PollerBehaviorAutoscaling,
+    PollerBehaviorSimpleMaximum,
+    Worker,
+)
 
 from relaunch.activities.examine import NodeActivities
 from relaunch.activities.fleet import FleetActivities
@@ -55,6 +62,11 @@ WATCHES = "watches"
 """Folder, in the state folder, of the watches that each worker has."""
 TAKE_OVER_INTERVAL_S = 2.0
 """Seconds between two looks for workers on the same state folder that were killed."""
+SDK_THREADS = "TOKIO_WORKER_THREADS"
+M_ARENA_MAX = -8
+"""Of mallopt(3)."""
+NEAR_POLLERS = 5
+"""Polls for workflow tasks, and as many for activities, at a server on this machine."""
 OTHER_ACTIVITIES = 50
 """Activity slots in addition to those of the watches: launches, stops, reading logs. A watch holds
 its slot for as long as the job runs."""
@@ -218,8 +230,18 @@ def make_worker(
     fleets: WorkerFleets,
     build: str | None = None,
     running: RunningWatches | None = None,
+    *,
+    is_near: bool = False,
 ) -> Worker:
-    """Return the worker. Without a build it works for whatever no worker with a build works for."""
+    """Return the worker. Without a build it works for whatever no worker with a build works for.
+
+    With `is_near`, the server is on this machine.
+    """
+    # Autoscaling looks ten times a second at how many polls there should be, a third of what an
+    # idle worker does. It is for far servers: a poll to a near one takes some milliseconds.
+    pollers: PollerBehavior = (
+        PollerBehaviorSimpleMaximum(NEAR_POLLERS) if is_near else PollerBehaviorAutoscaling()
+    )
     running = running or RunningWatches(settings.state / WATCHES)
     jobs, watch = JobActivities(fleets, client), WatchActivities(fleets, client, running)
     nodes, fleet = NodeActivities(fleets), FleetActivities(fleets, client, settings.task_queue)
@@ -266,8 +288,8 @@ def make_worker(
         max_concurrent_workflow_tasks=WORKFLOW_TASKS,
         # A job that is not in the cache is replayed from its whole history at each event.
         max_cached_workflows=max(1000, 2 * settings.jobs),
-        workflow_task_poller_behavior=PollerBehaviorAutoscaling(),
-        activity_task_poller_behavior=PollerBehaviorAutoscaling(),
+        workflow_task_poller_behavior=pollers,
+        activity_task_poller_behavior=pollers,
         # When 300 jobs began together, 242 tasks waited longer than 2 s for their worker. Each was
         # then replayed from its whole history, which made the others wait longer. A killed worker
         # delays what is decided meanwhile by this much.
@@ -279,7 +301,7 @@ def make_worker(
     return runner.attach(worker)
 
 
-async def serve(settings: Settings, build: str | None) -> None:
+async def serve(settings: Settings, build: str | None, is_near: bool = False) -> None:
     """Work until SIGTERM or SIGINT; then hand over what is running and end."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -302,7 +324,7 @@ async def serve(settings: Settings, build: str | None) -> None:
     gc.enable()
     taking_over: asyncio.Task[None] | None = None
     try:
-        async with make_worker(client, settings, fleets, build, running):
+        async with make_worker(client, settings, fleets, build, running, is_near=is_near):
             taking_over = asyncio.create_task(_take_over_watches(client, running))
             logging.getLogger("relaunch").info(
                 "worker of %s serves task queue %s, fleets %s",
@@ -365,6 +387,22 @@ def _get_event_queue(fleets: WorkerFleets, name: str) -> EventQueue | None:
     return backend.events() if isinstance(backend, EcsBackend) else None
 
 
+def _make_runtime(telemetry: TelemetryConfig) -> Runtime:
+    """Return the SDK's runtime, with few threads, and let malloc have few pools.
+
+    Both have as many as there are cores by default. The variable is not for agents and their ranks.
+    """
+    with contextlib.suppress(AttributeError):  # another libc than glibc
+        ctypes.CDLL(None).mallopt(M_ARENA_MAX, 2)
+    is_set = SDK_THREADS in os.environ
+    os.environ.setdefault(SDK_THREADS, "2")
+    try:
+        return Runtime(telemetry=telemetry, worker_heartbeat_interval=HEARTBEAT_INTERVAL)
+    finally:
+        if not is_set:
+            del os.environ[SDK_THREADS]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="relaunch-worker",
@@ -381,6 +419,7 @@ def main() -> int:
         "--show-settings", action="store_true", help="print every setting with its source, and end"
     )
     parser.add_argument("--no-build", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--near", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     overrides = {
         "jobs": arguments.jobs,
@@ -399,12 +438,9 @@ def main() -> int:
             level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
         )
         metrics = PrometheusConfig(bind_address=settings.metrics) if settings.metrics else None
-        telemetry = TelemetryConfig(metrics=metrics)
-        Runtime.set_default(
-            Runtime(telemetry=telemetry, worker_heartbeat_interval=HEARTBEAT_INTERVAL)
-        )
+        Runtime.set_default(_make_runtime(TelemetryConfig(metrics=metrics)))
         build = None if arguments.no_build else settings.build or build_id()
-        asyncio.run(serve(settings, build))
+        asyncio.run(serve(settings, build, arguments.near))
     except ConfigError as error:
         sys.stderr.write(f"relaunch-worker: {error}\n")
         return 2

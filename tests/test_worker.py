@@ -5,12 +5,14 @@ What changed is served, what cannot be used changes nothing.
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 from temporalio.client import Client
+from temporalio.runtime import TelemetryConfig
 
 from relaunch.backends.base import (
     Backend,
@@ -24,7 +26,7 @@ from relaunch.backends.base import (
 from relaunch.config import Settings
 from relaunch.generation import Token
 from relaunch.temporal import read_server_id
-from relaunch.worker import WorkerFleets, make_fleets
+from relaunch.worker import SDK_THREADS, WorkerFleets, _make_runtime, make_fleets
 from tests.servers import start_dev_server
 
 FLEET = """\
@@ -169,3 +171,15 @@ async def test_a_server_keeps_its_id_over_restarts_and_no_other_has_it(tmp_path:
             found.append(await read_server_id(client))
     assert found[0] == found[1] != found[2]
     assert all(0 < len(id_) <= 64 and "/" not in id_ for id_ in found), "it is a part of tokens"
+
+
+def test_the_runtime_leaves_no_variable_to_agents_and_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(SDK_THREADS, raising=False)
+    before = dict(os.environ)
+    _make_runtime(TelemetryConfig())
+    assert dict(os.environ) == before
+    monkeypatch.setenv(SDK_THREADS, "7")
+    _make_runtime(TelemetryConfig())
+    assert os.environ[SDK_THREADS] == "7", "a person's own"
