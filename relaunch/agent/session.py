@@ -11,6 +11,7 @@ import gc
 import os
 import select
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,10 @@ CUT_CHECK_INTERVAL = 0.2
 MAX_SPARES = 2
 """Children forked ahead: one that `prepare` turns into a shim, one for the `start` that follows."""
 MAX_IDLE = MAX_SPARES + 1
-"""Idle children that are kept. A command that comes again and again, such as `logs` of a followed
-job, gets the same child each time, while the others wait for a launch."""
+"""Idle children that are kept for a while. A command that comes again and again, such as `logs` of
+a followed job, gets the same child each time, while the others wait for a launch."""
+IDLE_TIMEOUT = 30.0
+"""Seconds that the child above MAX_SPARES is kept: twice what one `logs` waits for output."""
 FORK_DELAY = 0.05
 """Seconds without a line before spares are replaced: a fork costs 2 ms, which must not delay a
 launch."""
@@ -48,6 +51,8 @@ class Session:
         self.children: dict[int, Child] = {}
         """Children that have a command, by the descriptor that they answer on."""
         self.spares: dict[int, Child] = {}
+        self.extra_until = 0.0
+        """When a child above MAX_SPARES is let go, by the monotonic clock."""
         self.unreaped: set[int] = set()
         """Ending children, and shims: they stay children until they or this process end."""
         self.buffer = bytearray()
@@ -74,6 +79,8 @@ class Session:
             handles = [0, ended] if self.open else [ended]
             short = self.single is None and self.open and len(self.spares) < MAX_SPARES
             waiting = CUT_CHECK_INTERVAL if self.cut_directions else FORK_DELAY if short else None
+            if waiting is None and len(self.spares) > MAX_SPARES:
+                waiting = max(0.0, self.extra_until - time.monotonic())
             ready, _, _ = select.select([*handles, *self.children, *self.spares], [], [], waiting)
             for handle in ready:
                 if handle == 0:
@@ -87,6 +94,8 @@ class Session:
                     self._relay_output(self.children[handle])
                 elif handle in self.spares and not os.read(handle, 1):  # it was killed
                     self._release(self.spares.pop(handle))
+            if len(self.spares) > MAX_SPARES and time.monotonic() >= self.extra_until:
+                self._release(self.spares.popitem()[1])
             if not ready and short:
                 spare = Child(self.state)
                 self.spares[spare.from_child] = spare
@@ -211,6 +220,7 @@ class Session:
             return
         del self.children[child.from_child]
         self.spares[child.from_child] = child
+        self.extra_until = time.monotonic() + IDLE_TIMEOUT
 
     def _wrap(self, child: Child, text: bytes) -> bytes:
         return (
