@@ -309,6 +309,14 @@ def test_importing_for_a_replay_loads_no_cloud_ssh_or_commands() -> None:
     assert [name for name in found if name in HEAVY] == []
 
 
+def test_an_agent_loads_little_of_the_standard_library() -> None:
+    """Each node has some nine processes of it, which hold what their session has loaded."""
+    large = ("asyncio", "concurrent", "email", "html", "http", "logging", "multiprocessing")
+    large += ("pickle", "sqlite3", "ssl", "tempfile", "unittest", "xml", "zipfile")
+    found = loaded("relaunch.agent.session", "relaunch.agent.children")
+    assert [name for name in found if within(name, large)] == []
+
+
 def test_the_command_line_and_local_workers_load_no_ssh() -> None:
     found = loaded(
         "relaunch.cli.app", "relaunch.cli.repairs", "relaunch.cli.nodes", "relaunch.worker"
