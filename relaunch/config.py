@@ -56,6 +56,9 @@ class Settings(BaseModel):
     as unreachable for that call."""
     metrics: str | None = None
     """host:port on which the worker serves Prometheus metrics."""
+    temporal_bin: Path | None = None
+    """Temporal's program, which `up` and `run` start; default: the one installed with relaunch. A
+    database that another version wrote needs that version's."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     fleets: tuple[Path, ...] = ()
     """Fleet files. In the environment they are separated by `:`, as in PATH."""

@@ -109,7 +109,9 @@ def up(
         backends = {spec.name: spec.backend for spec in known}
         asyncio.run(
             service.serve(
-                service.Service(settings.state, chosen, ui, fleets, backends, worker),
+                service.Service(
+                    settings.state, chosen, ui, fleets, backends, worker, settings.temporal_bin
+                ),
                 say,
                 attended=attended,
                 attended_job=attended_job,

