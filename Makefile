@@ -1,8 +1,8 @@
-# setup demo test lint types long bench chaos programs corpus upgrade-test vm-test: nothing else to remember.
+# setup demo test lint types long bench chaos programs corpus upgrade-test vm-test record-release: nothing else to remember.
 PY := .venv/bin/python
 WORKERS ?= 5
 
-.PHONY: setup demo test lint types long bench chaos programs corpus upgrade-test vm-test aws-smoke lock
+.PHONY: setup demo test lint types long bench chaos programs corpus upgrade-test vm-test aws-smoke record-release lock
 
 setup: .venv/.installed
 
@@ -85,6 +85,10 @@ vm-test: setup
 # Asks a real account; needs its credentials, CLUSTER, TASK_DEFINITION, NODE_TASK and INSTANCE, and costs some cents (tests/aws_smoke.py).
 aws-smoke: setup
 	@$(PY) -m tests.aws_smoke $(if $(REBOOT),--reboot)
+
+# Keeps what the version in pyproject.toml writes, which every later one has to read: once a release (docs/upgrade.md).
+record-release: setup
+	@$(PY) -m tests.releases
 
 # Only after a change of a dependency.
 lock: setup

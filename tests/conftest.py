@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,13 @@ def pytest_configure() -> None:
     ):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
+
+
+def pytest_report_header() -> str:
+    """Name the releases whose histories, messages and files are read (tests/releases)."""
+    files = (Path(__file__).parent / "releases").glob("*.json.xz")
+    names = sorted(path.name.removesuffix(".json.xz") for path in files)
+    return f"releases that are read: {', '.join(names) or 'none, because there is none yet'}"
 
 
 @pytest.fixture

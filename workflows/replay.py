@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from temporalio.client import WorkflowHistory
 from temporalio.converter import DataConverter
 from temporalio.runtime import Runtime, TelemetryConfig
@@ -15,6 +17,12 @@ WORKFLOWS = (TrainingJob, NodeRepair, Fleet)
 MAX_REASON = 300
 
 
+@cache
+def _make_runtime() -> Runtime:
+    """Return the one of all replays. The SDK's native part would print failures to stdout."""
+    return Runtime(telemetry=TelemetryConfig(logging=None))
+
+
 async def find_difference(
     history: WorkflowHistory, namespace: str, converter: DataConverter
 ) -> str:
@@ -24,8 +32,7 @@ async def find_difference(
         namespace=namespace,
         data_converter=converter,
         workflow_runner=UnsandboxedWorkflowRunner(),
-        # The SDK's native part would print failures to stdout.
-        runtime=Runtime(telemetry=TelemetryConfig(logging=None)),
+        runtime=_make_runtime(),
     )
     result = await replayer.replay_workflow(history, raise_on_replay_failure=False)
     if result.replay_failure is None:

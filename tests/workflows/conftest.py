@@ -74,8 +74,9 @@ async def server() -> AsyncIterator[Client]:
         yield client
 
 
-def dev_server() -> AbstractAsyncContextManager[Client]:
-    return _dev([word for value in FAST for word in ("--dynamic-config-value", value)])
+def dev_server(*values: str) -> AbstractAsyncContextManager[Client]:
+    """A server with these values of its dynamic configuration."""
+    return _dev([word for value in (*FAST, *values) for word in ("--dynamic-config-value", value)])
 
 
 class _dev:

@@ -1,0 +1,1 @@
+"""What each release wrote, one file a release, kept for ever and read by the code of today."""
