@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
+from temporalio.client import WorkflowHistory
 
 from relaunch.temporal import data_converter
 from relaunch.workflows.replay import find_difference
@@ -26,14 +27,15 @@ MAX_SENTENCE = 500
 async def find_breaks(recording: Recording) -> list[str]:
     """Return one sentence for each thing that no longer works, and what to do about it."""
     found = []
-    for name, history in recording.list_histories():
+    histories = recording.list_histories()
+    for name, history in histories:
         if difference := await find_difference(history, "default", data_converter()):
             found.append(
                 f"history {name} is not replayed: guard the changed order of commands by"
                 f" workflow.patched ({difference})"
             )
     seen: set[tuple[str, bytes]] = set()
-    for payload in list_all(recording):
+    for payload in list_all(recording, histories):
         if (payload.kind, payload.data) not in seen:
             seen.add((payload.kind, payload.data))
             found += [f"{payload.kind} ({payload.where}) {each}" for each in _decode(payload)]
@@ -41,8 +43,11 @@ async def find_breaks(recording: Recording) -> list[str]:
     return [f"release {recording.release}: {each}"[:MAX_SENTENCE] for each in found]
 
 
-def list_all(recording: Recording) -> Iterator[RecordedPayload]:
-    for name, history in recording.list_histories():
+def list_all(
+    recording: Recording, histories: Iterable[tuple[str, WorkflowHistory]]
+) -> Iterator[RecordedPayload]:
+    """Yield every payload of a recording, of its histories and others."""
+    for name, history in histories:
         for payload in list_payloads(name, history):
             yield payload
             if payload.kind == "input of activity tell_fleet":

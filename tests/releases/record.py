@@ -73,7 +73,7 @@ def _hide_machine(histories: dict[str, Any]) -> dict[str, Any]:
 
 def list_missing(recording: Recording) -> list[str]:
     """Return the kinds of payloads that the code knows and that are not in the recording."""
-    recorded = {payload.kind for payload in list_all(recording)}
+    recorded = {payload.kind for payload in list_all(recording, recording.list_histories())}
     return sorted(set(find_types()) - recorded)
 
 
