@@ -5,8 +5,11 @@ The builds differ in the order of commands, in states and in messages.
 
 from __future__ import annotations
 
+import asyncio
 import os
+import re
 import signal
+import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,12 +17,15 @@ import pytest
 import pytest_asyncio
 
 from relaunch.builds import _read_pollers, list_running, read_builds
+from relaunch.cli.service import HOST
 from tests.chaos.checks import violations
 from tests.chaos.rounds import KILLED, NOTHING, Expected
-from tests.chaos.world import FLEET, QUEUE, Job, World, eventually
+from tests.chaos.world import FLEET, QUEUE, ROOT, Job, World, eventually, free_port
 from tests.upgrade.builds import BUG, COMMANDS, FIELDS, HARMLESS, make_build
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
+METRIC = "temporal_workflow_task_execution_failed"
+"""The name that docs/upgrade.md has."""
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -28,6 +34,21 @@ async def own_world(tmp_path: Path, worker_id: str) -> AsyncIterator[World]:
     number = 60 + int(worker_id.removeprefix("gw").replace("master", "0"))
     async with World(tmp_path / "world", number, nodes=4, spares=0, answer_within=5.0) as made:
         yield made
+
+
+async def read_failed_tasks(address: str) -> dict[str, int]:
+    """Return how many workflow tasks of each type have failed, by the metrics of a worker."""
+
+    def read() -> str:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as answer:
+            return str(answer.read().decode())
+
+    found = {}
+    for line in (await asyncio.to_thread(read)).splitlines():
+        if line.startswith(f"{METRIC}{{"):
+            (kind,) = re.findall(r'workflow_type="(\w+)"', line)
+            found[kind] = found.get(kind, 0) + int(float(line.rpartition(" ")[2]))
+    return found
 
 
 async def all_are_on(world: World, build: str, *jobs: Job) -> bool:
@@ -138,13 +159,17 @@ async def test_jobs_return_from_a_build_with_a_bug(own_world: World) -> None:
     first = (await read_builds(world.client, QUEUE)).current
     assert first is not None
     bad = make_build(world.folder, 2, *BUG)
+    metrics = world.environment["RELAUNCH_METRICS"] = f"{HOST}:{free_port()}"
     worker = await bad.start_worker(world)
+    del world.environment["RELAUNCH_METRICS"]
     code, said = await bad.run(world, "upgrade", "--within", "20s")
     assert (code, "a bug of build 2" in said) == (1, True), said
     code, said = await bad.run(world, "doctor")
     assert (code, "a bug of build 2" in said, "rollback" in said) == (1, True, True), said
     code, said = await world.run_starter("show", job.name)
     assert "`relaunch doctor` says why" in said
+    assert (await read_failed_tasks(metrics))["TrainingJob"] > 0
+    assert f"{METRIC}[30m]" in (ROOT / "docs" / "upgrade.md").read_text()
     code, said = await world.run_starter("rollback")
     assert (code, "nothing is left" in said) == (0, True), said
     assert await all_are_on(world, first.id, job)
