@@ -69,7 +69,7 @@ def fleet(nodes: int) -> FleetSpec:
     return FleetSpec.model_validate({"name": FLEET, "backend": "simulated", "nodes": named})
 
 
-# --- the worker, a process of its own
+# --- the worker, a separate process
 
 
 async def work(address: str, nodes: int, jobs: int, state: Path) -> None:

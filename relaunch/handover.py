@@ -43,7 +43,7 @@ INTERVAL_S = 5.0
 """Seconds between two looks while this build is current and another one has workflows."""
 QUIET_INTERVAL_S = 15.0
 """The same where no other build has any, as on a laptop from its second look on. Each look has the
-server query a workflow of its own."""
+server query one of its workflows."""
 RETURN_AFTER_S = 120.0
 """Seconds without a worker of the current build after which one that was current earlier takes over
 again. It may be kept beside the new one for a rollback, and the new one may only be restarting."""

@@ -74,7 +74,7 @@ def test_the_build_before_is_the_last_that_was_current() -> None:
         ("ours", 0, QUIET_INTERVAL_S),
     ],
 )
-def test_a_worker_looks_rarely_while_no_other_build_has_workflows(
+def test_a_worker_looks_rarely_while_no_other_build_is_used(
     current: str, others: int, interval: float
 ) -> None:
     handover = Handover(cast(Client, None), "queue", "ours")

@@ -62,7 +62,7 @@ async def watch(
                     events.close()
                 events = EventFeed(client, name, now.run_id)
             await events.wait(refresh_interval)
-            if not events.is_over:  # of an end it is told at once
+            if not events.is_over:  # an end is reported at once
                 await asyncio.sleep(max(LOOK_DELAY_S, looked_at + LOOK_INTERVAL_S - loop.time()))
     finally:
         if events is not None:

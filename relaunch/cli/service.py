@@ -39,7 +39,6 @@ READY_TIMEOUT = 30.0
 """Seconds. A new database takes 0.5 s, a large one on a busy machine takes longer."""
 STOP_TIMEOUT = 15.0
 """Seconds from SIGTERM to SIGKILL; longer than a worker's graceful shutdown."""
-"""The server's database in the state folder."""
 ATTENDANT_ENDED = "`relaunch run` has ended"
 TIDY_INTERVAL = 3600.0
 """Seconds between two looks for environment files of jobs that the server has forgotten."""
@@ -207,12 +206,7 @@ async def serve(
     attended = attended or attended_job is not None
     if attended:
         loop.add_reader(sys.stdin.fileno(), lambda: _read_stdin(stop))
-    environment = {
-        **os.environ,
-        "TEMPORAL_ADDRESS": service.address,
-        "RELAUNCH_STATE": str(service.state.resolve()),
-        "RELAUNCH_FLEETS": os.pathsep.join(str(path.resolve()) for path in service.fleets),
-    }
+    environment = _make_environment(service)
     is_single = attended_job is not None
     program = find_server(service.temporal)
     await asyncio.to_thread(check_database, service.state, program)
@@ -270,6 +264,15 @@ async def serve(
         await warm.end()
         await worker.end()  # first, so that it can hand back its activities
         await server.end()
+
+
+def _make_environment(service: Service) -> dict[str, str]:
+    return {
+        **os.environ,
+        "TEMPORAL_ADDRESS": service.address,
+        "RELAUNCH_STATE": str(service.state.resolve()),
+        "RELAUNCH_FLEETS": os.pathsep.join(str(path.resolve()) for path in service.fleets),
+    }
 
 
 def _make_server_command(service: Service, program: Path) -> list[str]:

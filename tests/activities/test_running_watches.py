@@ -78,7 +78,7 @@ async def test_watches_of_a_killed_worker_are_offered_again(
         assert await take_over(tmp_path, server) == 0, "once"
 
 
-async def test_a_folder_that_cannot_be_written_is_said_and_no_watch_fails(
+async def test_without_a_folder_watches_run_and_the_log_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     blocked = tmp_path / "file"

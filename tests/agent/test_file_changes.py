@@ -16,7 +16,7 @@ def is_ready(changes: FileChanges) -> bool:
     return bool(select.select([changes.handle], [], [], 0)[0])
 
 
-def test_new_output_in_any_of_the_folders_is_told_once(tmp_path: Path) -> None:
+def test_new_output_in_any_of_the_folders_is_reported_once(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     logs.mkdir()
     (logs / "rank_0.log").write_text("step 1\n")

@@ -42,7 +42,7 @@ async def test_a_followed_job_is_looked_at_for_events_only(
     now = await anext(seen)
     assert now.open
     events = now.history_length
-    # An event is told at once: nothing else would end this within the hour.
+    # An event is reported at once: nothing else would end this within the hour.
     await place.starter("cancel", "followed", "--reason", "seen enough")
     rest = [now async for now in seen]
     assert not rest[-1].open
