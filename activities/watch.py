@@ -134,12 +134,13 @@ class WatchActivities:
         """
         handle = self._client.get_async_activity_handle(task_token=task_token)
         renewed_at = -math.inf
+        limit = heartbeat_timeout(gang.input.timeouts)
         while True:
             interval = beat_interval(gang.input.timeouts, self._running.count)
             stamps = gang.stamps()
             details = gang.heartbeat()
             try:
-                await handle.heartbeat(details, rpc_timeout=timedelta(seconds=interval))
+                await handle.heartbeat(details, rpc_timeout=limit / 3)
             except AsyncActivityCancelledError:
                 activity.heartbeat(details)  # its answer tells the SDK, which cancels this
                 await asyncio.sleep(interval)

@@ -21,7 +21,8 @@ from pathlib import Path
 
 from relaunch.config import ConfigError
 
-DATABASE_FILE = "temporal.db"
+DATABASE = "temporal.db"
+"""The server's database in the state folder."""
 NOTE_FILE = "temporal.json"
 VERSION_TIMEOUT_S = 30.0
 CREATE_TIMEOUT_S = 60.0
@@ -53,7 +54,7 @@ def check_database(state: Path, program: Path) -> None:
     Raises:
         ConfigError: A newer server wrote the file, or one with other tables.
     """
-    path = state / DATABASE_FILE
+    path = state / DATABASE
     if not path.exists():
         return
     noted = read_writer(state)
@@ -150,7 +151,7 @@ def _create_schema(program: Path) -> Schema:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
         probe.close()
-        path = Path(folder, DATABASE_FILE)
+        path = Path(folder, DATABASE)
         options = ["--headless", "--ip", "127.0.0.1", "--port", str(port), "--log-level", "never"]
         with subprocess.Popen(
             [str(program), "server", "start-dev", *options, "--db-filename", str(path)],

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from relaunch.cli.database import DATABASE_FILE, check_database, note_writer
+from relaunch.cli.database import DATABASE, check_database, note_writer
 from relaunch.config import ConfigError
 from relaunch.messages.jobs import CancelMessage
 from relaunch.temporal import UP_FILE, connect, ensure_namespace, write_up
@@ -222,8 +222,13 @@ async def serve(
     # The server of one job meets no other build, and to make one current takes it a second.
     command = [*RELAUNCH, "worker", "--near", *(["--no-build"] if is_single else [])]
     worker = Keeper("worker", command, environment, service.state / "worker.log", say)
-    waiting = [*RELAUNCH, "warm", str(service.state.resolve())]
-    warm = Keeper("warm command line", waiting, environment, service.state / "warm.log", say)
+    warm = Keeper(
+        "warm command line",
+        [*RELAUNCH, "warm", str(service.state.resolve())],
+        environment,
+        service.state / "warm.log",
+        say,
+    )
     background: list[asyncio.Task[None]] = []
     stopping = asyncio.create_task(stop.wait())
     keepers = [asyncio.create_task(server.keep())]
@@ -277,7 +282,7 @@ def _make_environment(service: Service) -> dict[str, str]:
 
 def _make_server_command(service: Service, program: Path) -> list[str]:
     ports = ["--ip", HOST, "--port", str(service.port), "--ui-port", str(service.ui_port)]
-    database = ["--db-filename", str(service.state / DATABASE_FILE)]
+    database = ["--db-filename", str(service.state / DATABASE)]
     partitions = ONE_PARTITION if has_one_partition(service.state) else ()
     options = [word for pair in (*SERVER_OPTIONS, *EMBEDDED_OPTIONS, *partitions) for word in pair]
     return [
@@ -295,7 +300,7 @@ def _make_server_command(service: Service, program: Path) -> list[str]:
 def has_one_partition(state: Path) -> bool:
     """Return whether each task queue of the database has one part. A new database gets one."""
     mark = state / PARTITIONS_FILE
-    if not (state / DATABASE_FILE).exists():
+    if not (state / DATABASE).exists():
         mark.touch()
     return mark.exists()
 

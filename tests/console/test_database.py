@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from relaunch.cli.database import DATABASE_FILE, NOTE_FILE, check_database, read_program
+from relaunch.cli.database import DATABASE, NOTE_FILE, check_database, read_program
 from relaunch.cli.service import find_server
 from relaunch.config import ConfigError
 from relaunch.temporal import find_running_up
@@ -81,7 +81,7 @@ def test_a_database_is_opened_by_its_own_server_or_refused(tmp_path: Path) -> No
     with keep_up(tmp_path):
         pass
     state = tmp_path / ".relaunch"
-    database, note = state / DATABASE_FILE, state / NOTE_FILE
+    database, note = state / DATABASE, state / NOTE_FILE
     noted = json.loads(note.read_text())
     assert (noted["server"], noted["program"]) == (OURS.server, OURS.program)
     with keep_up(tmp_path):
@@ -118,7 +118,7 @@ def test_a_server_with_the_same_tables_opens_an_older_file(tmp_path: Path) -> No
 
 
 def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
-    (tmp_path / DATABASE_FILE).write_text("a picture, by mistake " * 100)
+    (tmp_path / DATABASE).write_text("a picture, by mistake " * 100)
     with pytest.raises(ConfigError, match=r"temporal\.db cannot be read"):
         check_database(tmp_path, find_server())
 
@@ -126,7 +126,7 @@ def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("program", ["/none", "/bin/echo"])
 def test_a_program_that_is_not_temporals_is_one_sentence(tmp_path: Path, program: str) -> None:
     (tmp_path / ".relaunch").mkdir(mode=0o700)
-    (tmp_path / ".relaunch" / DATABASE_FILE).touch()
+    (tmp_path / ".relaunch" / DATABASE).touch()
     done = run_up(tmp_path, Path(program))
     lines = done.stderr.strip().splitlines()
     assert (done.returncode, len(lines)) == (2, 1), done

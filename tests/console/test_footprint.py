@@ -9,7 +9,8 @@ import pytest
 from temporalio.worker import Worker
 
 from relaunch.cli import follow, jobs
-from relaunch.cli.service import DATABASE, has_one_partition
+from relaunch.cli.database import DATABASE
+from relaunch.cli.service import has_one_partition
 from relaunch.messages.ids import TASK_QUEUE
 from relaunch.temporal import ensure_namespace
 from tests.console.commands import Place

@@ -89,6 +89,24 @@ async def test_s2_4_ranks_outlive_a_controller_away_longer_than_lease(
     await finish(gang)
 
 
+async def test_a_watch_without_news_stays_with_its_worker(world: World) -> None:
+    times = {"lease": "9s", "fence_after": "9s", "heartbeat": "1s"}
+    job = await world.submit(nodes=1, policy=chaos_policy(times))
+    await trained(job)
+    began = time.monotonic()
+
+    async def look() -> bool:
+        description = await world.client.get_workflow_handle(f"job/{job.name}").describe()
+        for watch in description.raw_description.pending_activities:
+            # its heartbeats do not go through the SDK, which must not take it for stuck; a
+            # time-out may be the machine's
+            assert "cancel" not in watch.last_failure.message.lower()
+        return time.monotonic() - began > 9 + 5 + 3
+
+    await eventually(look, "longer than the SDK waits for a heartbeat")
+    await finish(job)
+
+
 @pytest.mark.parametrize("beside", [False, True])
 async def test_a_killed_worker_is_followed_without_a_timeout(world: World, beside: bool) -> None:
     job = await world.submit(nodes=1, policy=chaos_policy({"lease": "60s", "fence_after": "60s"}))
