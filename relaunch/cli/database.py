@@ -126,23 +126,28 @@ def read_program(program: Path) -> Writer:
 
 
 def read_schema(path: Path) -> Schema:
-    """Return the tables and indexes of a database, without a change to it.
+    """Return the tables and indexes of a database.
+
+    The file is not changed, unless a server was killed while it wrote to it: then SQLite completes
+    or undoes that write first, as it would for any program that opens the file.
 
     Raises:
         ConfigError: It is no database, or cannot be read.
     """
     import sqlite3
 
-    try:
-        with contextlib.closing(
-            sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
-        ) as file:
-            rows = file.execute("select type, name, coalesce(sql, '') from sqlite_master")
-            return frozenset((kind, name, " ".join(sql.split())) for kind, name, sql in rows)
-    except sqlite3.Error as error:
-        raise ConfigError(
-            f"database {path} cannot be read: {error}; choose another state folder with --state"
-        ) from None
+    for mode in ("ro", "rw"):
+        try:
+            with contextlib.closing(
+                sqlite3.connect(f"{path.resolve().as_uri()}?mode={mode}", uri=True)
+            ) as file:
+                rows = file.execute("select type, name, coalesce(sql, '') from sqlite_master")
+                return frozenset((kind, name, " ".join(sql.split())) for kind, name, sql in rows)
+        except sqlite3.Error as error:
+            failed = error
+    raise ConfigError(
+        f"database {path} cannot be read: {failed}; choose another state folder with --state"
+    )
 
 
 def _create_schema(program: Path) -> Schema:

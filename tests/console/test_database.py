@@ -6,17 +6,18 @@ The programs of other versions are scripts that name another version and start t
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from relaunch.cli.database import DATABASE, NOTE_FILE, check_database, read_program
+from relaunch.cli.database import DATABASE, NOTE_FILE, check_database, read_program, read_schema
 from relaunch.cli.service import find_server
 from relaunch.config import ConfigError
 from relaunch.temporal import find_running_up
@@ -131,3 +132,21 @@ def test_a_program_that_is_not_temporals_is_one_sentence(tmp_path: Path, program
     lines = done.stderr.strip().splitlines()
     assert (done.returncode, len(lines)) == (2, 1), done
     assert program in lines[0] and "expected" in lines[0], lines
+
+
+@pytest.mark.parametrize("journal", ["delete", "wal"])
+def test_the_tables_are_read_after_a_kill_in_the_middle_of_a_write(
+    tmp_path: Path, journal: str
+) -> None:
+    live, killed = tmp_path / "live.db", tmp_path / "killed.db"
+    with closing(sqlite3.connect(live, isolation_level=None)) as writer:
+        writer.execute(f"pragma journal_mode={journal}")
+        writer.execute("pragma cache_size=1")  # pages go to the file before the commit
+        writer.execute("create table kept (a)")
+        writer.execute("begin")
+        writer.execute("create table undone (a)")
+        writer.executemany("insert into kept values (?)", [("x" * 5000,) for _ in range(50)])
+        for suffix in ("", "-journal", "-wal"):  # what a kill at this moment leaves
+            with suppress(FileNotFoundError):
+                shutil.copy(f"{live}{suffix}", f"{killed}{suffix}")
+    assert {name for _, name, _ in read_schema(killed)} == {"kept"}
