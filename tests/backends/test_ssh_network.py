@@ -195,7 +195,7 @@ def test_s2_4_peers_meet_on_the_training_network_in_a_cut(lab: Lab) -> None:
         for rank, node in enumerate(("n1", "n2")):
             address = backend.node(node).network
             assert address is not None
-            order = prepare_order(token(1), (rank,), address=address, lease=2.0, fence_after=2.0)
+            order = prepare_order(token(1), (rank,), address=address, lease=4.0, fence_after=4.0)
             prepared = await backend.prepare(node, order)
             assert isinstance(prepared, Preparation)
             peers[node], stamps[node] = Peer(node, address, prepared.peer_port), prepared.stamp
@@ -224,12 +224,12 @@ def test_s2_4_peers_meet_on_the_training_network_in_a_cut(lab: Lab) -> None:
         )
         lab.network.lose(2)
         began = heartbeats(first)[0]["stamp"]
-        # Three times as long as n2 would live if n1, which is watched, did not tell it that all is
+        # Twice as long as n2 would live if n1, which is watched, did not tell it that all is
         # well.
         lines = await read(
             backend,
             token(1),
-            lambda lines: bool(heartbeats(lines)) and heartbeats(lines)[-1]["stamp"] > began + 12.0,
+            lambda lines: bool(heartbeats(lines)) and heartbeats(lines)[-1]["stamp"] > began + 16.0,
             stamp=lambda stamp: stamp,
         )
         assert observed(lines) == [] and all(map(lives, pids.values()))

@@ -117,6 +117,7 @@ class Process:
         return self.running.pid
 
     async def start(self) -> None:
+        assert self.running is None or self.running.returncode is not None, f"{self.name} runs"
         with self.log.open("ab") as log:
             self.running = await asyncio.create_subprocess_exec(
                 *self._command,

@@ -135,9 +135,7 @@ def test_a_program_that_is_not_temporals_is_one_sentence(tmp_path: Path, program
 
 
 @pytest.mark.parametrize("journal", ["delete", "wal"])
-def test_the_tables_are_read_after_a_kill_in_the_middle_of_a_write(
-    tmp_path: Path, journal: str
-) -> None:
+def test_tables_are_read_after_a_kill_during_a_write(tmp_path: Path, journal: str) -> None:
     live, killed = tmp_path / "live.db", tmp_path / "killed.db"
     with closing(sqlite3.connect(live, isolation_level=None)) as writer:
         writer.execute(f"pragma journal_mode={journal}")

@@ -131,10 +131,10 @@ async def test_a_killed_worker_is_followed_without_a_timeout(world: World, besid
 
     await eventually(is_taken_over, "the watch is taken over")
     assert "took over 1 watch of killed workers" in follower.log.read_text()
-    await finish(job)
     if beside:
         await follower.end()
         await world.worker.start()
+    await finish(job)
 
 
 @pytest.mark.long

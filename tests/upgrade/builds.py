@@ -109,7 +109,7 @@ class OtherBuild:
 
 
 def make_build(folder: Path, number: int, *changes: Change) -> OtherBuild:
-    """Copy this checkout and change it.
+    """Copy this checkout and change it. What is compiled already is copied with it, to start soon.
 
     Raises:
         AssertionError: the text of a change is not there exactly once: it is out of date.
@@ -117,13 +117,13 @@ def make_build(folder: Path, number: int, *changes: Change) -> OtherBuild:
     build = OtherBuild(f"build-{number}", folder / f"build-{number}")
     build.folder.mkdir(parents=True)
     for path in ROOT.glob("*.py"):
-        shutil.copy(path, build.folder)
+        shutil.copy2(path, build.folder)
     for name in ("activities", "relaunch", "workflows"):
         shutil.copytree(
             ROOT / name,
             build.folder / name,
             symlinks=True,
-            ignore=shutil.ignore_patterns("__pycache__"),
+            ignore=shutil.ignore_patterns("*.pyc.*"),  # being written
         )
     for change in changes:
         path = build.folder / change.path
