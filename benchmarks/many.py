@@ -31,7 +31,15 @@ from temporalio.client import WorkflowHandle
 
 from benchmarks.contenders import ROOT
 from relaunch.cli.client import TASK_TIMEOUT
-from relaunch.cli.service import HOST, SERVER_OPTIONS, choose_port, find_server
+from relaunch.cli.service import (
+    EMBEDDED_OPTIONS,
+    HOST,
+    ONE_PARTITION,
+    SERVER_OPTIONS,
+    SHARED_RUNTIME,
+    choose_port,
+    find_server,
+)
 from relaunch.config import Settings
 from relaunch.messages.jobs import JobResult, TrainingJobInput
 from relaunch.spec.fleet import FleetSpec
@@ -208,11 +216,11 @@ async def drive(
 
 @contextmanager
 def server_for(state: Path, database: Path | None = None) -> Iterator[Server]:
-    """Run a separate server, its database in memory or in a file that is synced as under `up`."""
+    """Run a separate server: that of `up`, or with its database in memory."""
     port, ui = choose_port("--port", 0), choose_port("--ui-port", 0)
     options = [
         word
-        for pair in SERVER_OPTIONS
+        for pair in (*SERVER_OPTIONS, *EMBEDDED_OPTIONS, *ONE_PARTITION)
         if database or "--sqlite-pragma" not in pair
         for word in pair
     ]
@@ -229,7 +237,8 @@ def server_for(state: Path, database: Path | None = None) -> Iterator[Server]:
         *options,
     ]
     with (state / "server.log").open("wb") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log)
+        environment = {**SHARED_RUNTIME, **os.environ}
+        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     try:
         asyncio.run(_up(f"{HOST}:{port}", state))
         yield Server(f"{HOST}:{port}", server.pid)

@@ -83,7 +83,8 @@ async def work(address: str, nodes: int, jobs: int, state: Path) -> None:
     )
     client = await connect(state, address)
     fleets = WorkerFleets({FLEET: spec}, {FLEET: backend})
-    async with make_worker(client, Settings(state=state, jobs=jobs + 10), fleets):
+    settings = Settings(state=state, jobs=jobs + 10)
+    async with make_worker(client, settings, fleets, is_near=True):
         print("ready", flush=True)
         while line := (await reader.readline()).decode().strip():
             used = {life.token.job: life.node for life in backend.lives if life.kind == "started"}

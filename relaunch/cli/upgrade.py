@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 LOOK_INTERVAL_S = 0.5
 START_TIMEOUT_S = 30.0
 """Seconds that the worker of a build gets to be heard: it starts in two on an idle machine."""
+MISSING_QUEUES = "is missing active task queues"
+"""What the server says of a build that does not poll for every kind of task that the current one
+polls for."""
 STUCK_AFTER_S = 5.0
 """Seconds after which a workflow that has not moved is looked at. Visibility is a second behind."""
 
@@ -101,7 +104,7 @@ async def _switch(
     if before is not None and before.id == target:
         say(f"build {target} is current already")
     else:
-        await make_current(client, task_queue, target, builds.token)
+        await _make_current(client, task_queue, target, builds)
         say(f"build {target} is current" + (f", {before.id} was" if before else ""))
     others = ("", *(one.id for one in builds.known if one.id != target))
     moving = _Move(client, task_queue, target, others)
@@ -141,6 +144,26 @@ async def _find_worker(client: Client, task_queue: str, target: str, within: tim
         + (f", only of {join_names(running)}" if running else "")
         + ": start `relaunch-worker` of that build beside the others, then repeat this command"
     )
+
+
+async def _make_current(client: Client, task_queue: str, target: str, builds: Builds) -> None:
+    """Make a build current. A worker that has just started polls for one kind of task before the
+    server knows that it polls for the other; that is waited for.
+
+    Raises:
+        RPCError: the server refuses.
+    """
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while True:
+        try:
+            await make_current(client, task_queue, target, builds.token)
+        except RPCError as error:
+            if MISSING_QUEUES not in error.message or time.monotonic() > deadline:
+                raise
+        else:
+            return
+        await asyncio.sleep(LOOK_INTERVAL_S)
+        builds = await read_builds(client, task_queue)
 
 
 def _now() -> datetime:

@@ -1,0 +1,85 @@
+"""A build that has just started is made current, on a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from temporalio import activity, workflow
+from temporalio.api.deployment.v1 import WorkerDeploymentVersion
+from temporalio.api.workflowservice.v1 import DescribeWorkerDeploymentVersionRequest
+from temporalio.client import Client
+from temporalio.runtime import Runtime, TelemetryConfig
+from temporalio.service import RPCError, RPCStatusCode
+from temporalio.worker import Worker
+
+from relaunch.builds import deployment, make_current, read_builds
+from relaunch.cli.upgrade import MISSING_QUEUES, upgrade
+from tests.chaos.world import eventually
+
+
+@activity.defn
+async def work() -> None: ...
+
+
+@workflow.defn(sandboxed=False)
+class Works:
+    @workflow.run
+    async def run(self, times: int) -> None:
+        for _ in range(times):
+            await workflow.execute_activity(work, schedule_to_close_timeout=timedelta(minutes=5))
+
+
+async def count_kinds(client: Client, queue: str, build: str) -> int:
+    """Return of how many kinds of tasks the server knows that a build polls for them."""
+    version = WorkerDeploymentVersion(deployment_name=queue, build_id=build)
+    request = DescribeWorkerDeploymentVersionRequest(
+        namespace=client.namespace, deployment_version=version
+    )
+    try:
+        found = await client.workflow_service.describe_worker_deployment_version(request)
+    except RPCError as error:
+        if error.status is RPCStatusCode.NOT_FOUND:
+            return 0
+        raise
+    return len(found.version_task_queues)
+
+
+async def test_an_upgrade_waits_until_a_new_worker_polls_for_all(server: Client) -> None:
+    queue = f"builds-{uuid.uuid4().hex}"
+    said: list[str] = []
+    runtime = Runtime(telemetry=TelemetryConfig(), worker_heartbeat_interval=timedelta(seconds=1))
+    heard = await Client.connect(server.service_client.config.target_host, runtime=runtime)
+
+    def make(build: str, **what: Any) -> Worker:
+        return Worker(
+            heard,
+            task_queue=queue,
+            deployment_config=deployment(queue, build),
+            disable_eager_activity_execution=True,  # such do not pass the queue
+            **what,
+        )
+
+    async def is_known(build: str, kinds: int) -> bool:
+        return await count_kinds(server, queue, build) == kinds
+
+    async with make("first", workflows=[Works], activities=[work]):
+        await eventually(lambda: is_known("first", 2), "first is not known")
+        await make_current(server, queue, "first", (await read_builds(server, queue)).token)
+        # The server insists only on queues that are used.
+        await server.execute_workflow(Works.run, 20, id=queue, task_queue=queue)
+        async with make("second", workflows=[Works]):
+            await eventually(lambda: is_known("second", 1), "second is not known")
+            token = (await read_builds(server, queue)).token
+            with pytest.raises(RPCError, match=MISSING_QUEUES):
+                await make_current(server, queue, "second", token)
+            within = timedelta(seconds=60)
+            upgrading = asyncio.create_task(upgrade(server, queue, "second", said.append, within))
+            await asyncio.sleep(2.0)
+            assert not upgrading.done()
+            async with make("second", activities=[work]):
+                assert await upgrading == 0
+    assert said[0] == "build second is current, first was"
