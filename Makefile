@@ -32,12 +32,14 @@ demo: setup
 	$(PY) examples/demo.py
 
 # Types and the pure core are only computed, and the other tests wait most of the time, so they run side by side, and what
-# computes gives way.
+# computes gives way. pytest compiles each test file for itself, and keeps that: were it not done once before, five
+# processes would each do it, a minute of a core in all.
 test: lint
 	@log=$$(mktemp); trap 'rm -f "$$log"' EXIT; \
 	(nice -n 10 $(PY) -m mypy & \
 	nice -n 10 $(PY) -m pytest -m "not long" --timeout 600 tests/recovery; core=$$?; \
 	wait $$! || exit 1; exit $$core) > "$$log" 2>&1 & pure=$$!; \
+	PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -q --collect-only --ignore tests/recovery > /dev/null; \
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m "not long" --ignore tests/recovery; rest=$$?; \
 	wait $$pure; pure=$$?; cat "$$log"; exit $$((rest + pure))
 

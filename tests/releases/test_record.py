@@ -17,6 +17,7 @@ SOME = ("archive", "queue", "retry")
 MAX_BYTES = 4 * 1024 * 1024
 
 
+@pytest.mark.long  # it plays scenarios; make test reads what released versions recorded
 async def test_a_release_is_recorded_once_and_read_whole(tmp_path: Path) -> None:
     recording = await record("9.8.7", SOME)
     path = save(recording, tmp_path)
