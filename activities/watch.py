@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -45,6 +46,10 @@ a cancellation takes on a server that does not push it."""
 MAX_BEATS_PER_S = 100
 """Heartbeats of all watches of one worker per second, as long as their time-outs allow: one synced
 SQLite file takes 370 writes a second."""
+SHOWN_AFTER = 2 / 3
+"""Part of the time-out of a watch after which the SDK is given a heartbeat, which is one more write
+to the server's database. With the longest interval between heartbeats, that is within the time-out.
+"""
 RECONNECT_DELAYS_S = (0.1, 2.0)
 """Seconds between two attempts to reach a node: the first and the longest delay."""
 
@@ -131,14 +136,20 @@ class WatchActivities:
         Only after the server acknowledged that this attempt is the current one: each renewal needs
         such an acknowledgement. A watch that was superseded, or that cannot reach the server,
         renews nothing: nodes then ask their peers.
+
+        The SDK does not see these heartbeats. It is given one now and then: an activity of which it
+        has seen none for the time-out and 5 s more is cancelled, and the server is not informed.
         """
         handle = self._client.get_async_activity_handle(task_token=task_token)
-        renewed_at = -math.inf
+        renewed_at = shown_at = -math.inf
         limit = heartbeat_timeout(gang.input.timeouts)
         while True:
             interval = beat_interval(gang.input.timeouts, self._running.count)
             stamps = gang.stamps()
             details = gang.heartbeat()
+            if time.monotonic() >= shown_at + limit.total_seconds() * SHOWN_AFTER:
+                activity.heartbeat(details)
+                shown_at = time.monotonic()
             try:
                 await handle.heartbeat(details, rpc_timeout=limit / 3)
             except AsyncActivityCancelledError:

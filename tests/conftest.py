@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 from collections.abc import Iterator
@@ -63,22 +64,46 @@ def pytest_runtest_makereport() -> Iterator[Any]:
             gc.enable()
 
 
-LONGEST = ("test_demo.py", "e2e", "workflows", "console")
+LONGEST = ("test_upgrade.py", "test_demo.py", "e2e", "workflows", "console")
 """Files and folders whose tests take longest: begun last, they would leave all but one process
 idle at the end."""
 
 
-def _order(item: pytest.Item) -> int:
-    return next((n for n, name in enumerate(LONGEST) if name in item.path.parts), len(LONGEST))
+def _deal(items: list[pytest.Item], processes: int) -> list[pytest.Item]:
+    """Order tests so that each process begins with some of the longest files.
+
+    `--dist worksteal` gives each an equal part of the list, in its order; files stay whole.
+    """
+
+    def rank(item: pytest.Item) -> int:
+        return next((n for n, name in enumerate(LONGEST) if name in item.path.parts), len(LONGEST))
+
+    ordered = sorted(items, key=rank)
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in ordered:
+        if rank(item) < len(LONGEST):
+            files.setdefault(item.path, []).append(item)
+    rest = iter([item for item in ordered if rank(item) == len(LONGEST)])
+    hands = [
+        [item for file in list(files.values())[n::processes] for item in file]
+        for n in range(processes)
+    ]
+    left = len(items)
+    for n, hand in enumerate(hands):
+        share = left // (processes - n)
+        hand.extend(itertools.islice(rest, max(0, share - len(hand))))
+        left -= share
+    return [*itertools.chain(*hands), *rest]
 
 
+@pytest.hookimpl(trylast=True)  # once those of other suites are out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Count no branch that a property test takes, and begin with the longest tests.
 
     Which examples it draws depends on its name and on hypothesis: a branch that only such a test
     takes may be one that no test takes after a renaming. And counting makes them twice as slow.
     """
-    items.sort(key=_order)
+    items[:] = _deal(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
     for item in items:
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker(pytest.mark.no_cover)

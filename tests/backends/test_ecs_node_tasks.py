@@ -244,6 +244,9 @@ async def test_an_examination_that_is_not_wanted_any_more_is_stopped(make: Make)
     site.double.script("check", after=None)
     working = asyncio.create_task(site.diagnose())
     await eventually(lambda: any(one["lastStatus"] == "RUNNING" for one in site.examinations()))
+    # It has its answer to RunTask, and waits for the end.
+    looks = site.double.calls["DescribeTasks"]
+    await eventually(lambda: site.double.calls["DescribeTasks"] > looks)
     working.cancel()
     with pytest.raises(asyncio.CancelledError):
         await working

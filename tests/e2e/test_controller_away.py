@@ -91,19 +91,18 @@ async def test_s2_4_ranks_outlive_a_controller_away_longer_than_lease(
 
 async def test_a_watch_without_news_stays_with_its_worker(world: World) -> None:
     times = {"lease": "9s", "fence_after": "9s", "heartbeat": "1s"}
+    logged = len(world.worker.log.read_text())
     job = await world.submit(nodes=1, policy=chaos_policy(times))
     await trained(job)
     began = time.monotonic()
 
-    async def look() -> bool:
-        description = await world.client.get_workflow_handle(f"job/{job.name}").describe()
-        for watch in description.raw_description.pending_activities:
-            # its heartbeats do not go through the SDK, which must not take it for stuck; a
-            # time-out may be the machine's
-            assert "cancel" not in watch.last_failure.message.lower()
+    async def is_longer_than_the_sdk_waits() -> bool:
         return time.monotonic() - began > 9 + 5 + 3
 
-    await eventually(look, "longer than the SDK waits for a heartbeat")
+    await eventually(is_longer_than_the_sdk_waits, "time passes")
+    # That the watch was given to another attempt may be the machine's doing; that the SDK takes it
+    # for stuck, because it sees no heartbeats, is ours. The server is not told of that.
+    assert "Activity cancelled" not in world.worker.log.read_text()[logged:]
     await finish(job)
 
 

@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 
 from relaunch.backends.ecs import reboots
+from relaunch.backends.ecs.tasks import QUARANTINE
 from relaunch.messages.jobs import NodeRepairResult
 from relaunch.spec.policy import resolve
 from tests.chaos.ecs_places import LOGGED, NODE, TRAINER, EcsPlaces
@@ -60,6 +61,13 @@ async def vouch(world: World) -> None:
         await world.client.get_workflow_handle(f"fleet/{FLEET}").signal(
             "release", {"node": name, "by": "the test"}
         )
+    assert isinstance(world.places, EcsPlaces)
+    instances = world.places.instances.values()
+
+    async def takes_ranks() -> bool:
+        return not any(QUARANTINE in one.machine.registered.attributes for one in instances)
+
+    await eventually(takes_ranks, "an instance is still marked as quarantined")
 
 
 def ran(aws: EcsPlaces, job: Job) -> list[str]:
