@@ -64,30 +64,32 @@ def pytest_runtest_makereport() -> Iterator[Any]:
             gc.enable()
 
 
-LONGEST = ("test_upgrade.py", "test_demo.py", "e2e", "workflows", "console")
+LONGEST = ("test_upgrade.py", "test_ecs.py", "test_demo.py", "e2e", "workflows", "console")
 """Files and folders whose tests take longest: begun last, they would leave all but one process
 idle at the end."""
+SHARED = LONGEST.index("e2e")
+"""The tests of this folder share a server, a worker and nodes, one of each in a process."""
 
 
 def _deal(items: list[pytest.Item], processes: int) -> list[pytest.Item]:
     """Order tests so that each process begins with some of the longest files.
 
-    `--dist worksteal` gives each an equal part of the list, in its order; files stay whole.
+    `--dist worksteal` gives each an equal part of the list, in its order. Files stay whole, and
+    those that share a service go to two processes.
     """
 
     def rank(item: pytest.Item) -> int:
         return next((n for n, name in enumerate(LONGEST) if name in item.path.parts), len(LONGEST))
 
-    ordered = sorted(items, key=rank)
-    files: dict[Path, list[pytest.Item]] = {}
-    for item in ordered:
-        if rank(item) < len(LONGEST):
-            files.setdefault(item.path, []).append(item)
-    rest = iter([item for item in ordered if rank(item) == len(LONGEST)])
-    hands = [
-        [item for file in list(files.values())[n::processes] for item in file]
-        for n in range(processes)
-    ]
+    files: dict[tuple[int, Path], list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault((rank(item), item.path), []).append(item)
+    hands: list[list[pytest.Item]] = [[] for _ in range(processes)]
+    for n, (kind, path) in enumerate(sorted(key for key in files if key[0] < len(LONGEST))):
+        hands[-1 - n % 2 if kind == SHARED and processes > 1 else n % processes] += files[
+            kind, path
+        ]
+    rest = iter([item for item in items if rank(item) == len(LONGEST)])
     left = len(items)
     for n, hand in enumerate(hands):
         share = left // (processes - n)

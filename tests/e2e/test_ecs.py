@@ -424,9 +424,8 @@ async def recover_from(world: World, aws: EcsPlaces, at: int, kind: Kind) -> boo
     return bool(kills.killed_at)
 
 
-@pytest.mark.parametrize(
-    ("at", "kind"), [(3, LOST), pytest.param(6, RESET, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("at", "kind"), [(3, LOST), (6, RESET)])
 async def test_s1_2_a_worker_killed_between_calls_doubles_no_task(
     world: World, aws: EcsPlaces, at: int, kind: Kind
 ) -> None:
