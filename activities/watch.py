@@ -43,9 +43,9 @@ MAX_HEARTBEAT_TIMEOUT = timedelta(seconds=30)
 BEAT_INTERVAL_S = 3.0
 """Seconds between two heartbeats of a watch: how old the progress is that people see, and how long
 a cancellation takes on a server that does not push it."""
-MAX_BEATS_PER_S = 100
-"""Heartbeats of all watches of one worker per second, as long as their time-outs allow: one synced
-SQLite file takes 370 writes a second."""
+MAX_BEATS_PER_S = 30
+"""Heartbeats of all watches of one worker per second, as long as their time-outs allow. Each costs
+the server some 4 ms of a core, and one synced SQLite file takes 370 writes a second."""
 SHOWN_AFTER = 2 / 3
 """Part of the time-out of a watch after which the SDK is given a heartbeat, which is one more write
 to the server's database. With the longest interval between heartbeats, that is within the time-out.

@@ -19,7 +19,13 @@ import relaunch.activities.gang
 import relaunch.activities.watch
 from relaunch.activities.gang import CASCADE_GATHER_TIMEOUT_S, ECHO_LINES, WatchedShard
 from relaunch.activities.reports import MissingProgress, WatchHeartbeat
-from relaunch.activities.watch import SupersededWatchError
+from relaunch.activities.watch import (
+    SHOWN_AFTER,
+    SupersededWatchError,
+    beat_interval,
+    heartbeat_timeout,
+    renewal_interval,
+)
 from relaunch.backends.base import Unreachable, WatchStream
 from relaunch.evidence.observations import RankExited, RanksVanished
 from relaunch.generation import Token
@@ -34,7 +40,7 @@ from relaunch.job.events import (
 )
 from relaunch.job.hang import Pace
 from relaunch.spec.fleet import FleetNode
-from relaunch.spec.policy import HangLimits
+from relaunch.spec.policy import HangLimits, Timeouts
 from tests.activities.harness import Stand, ago, environment, eventually, stand
 from tests.fakes.nodes import (
     Cut,
@@ -516,3 +522,23 @@ def test_a_watch_says_why_no_step_is_known() -> None:
     )
     assert shard(("n1", {"0": {"step": 1}}), ("n2", printed)).missing is None
     assert shard(("n1", printed), ("n1", {"0": {"step": None, "checkpoint": 4}})).missing is None
+
+
+SDK_PATIENCE_S = 5.0
+"""Seconds after the time-out when the SDK cancels an activity of which it saw no heartbeat."""
+
+
+@pytest.mark.parametrize("lease", [3, 9, 30, 60, 600])
+@pytest.mark.parametrize("watches", [1, 30, 100, 300, 10_000])
+def test_heartbeats_fit_into_time_outs_and_leases(lease: int, watches: int) -> None:
+    timeouts = Timeouts.model_validate({"lease": f"{lease}s", "fence_after": f"{lease}s"})
+    interval, limit = beat_interval(timeouts, watches), heartbeat_timeout(timeouts).total_seconds()
+    assert 3 * interval <= limit
+    assert limit * SHOWN_AFTER + interval < limit + SDK_PATIENCE_S
+    # Each renewal follows a heartbeat: several fit into a lease, also if one is late or lost.
+    assert 3 * max(interval, renewal_interval(timeouts)) <= lease
+
+
+def test_more_watches_send_heartbeats_more_rarely() -> None:
+    intervals = [beat_interval(Timeouts(), watches) for watches in (1, 10, 90, 150, 300, 10_000)]
+    assert intervals == [3.0, 3.0, 3.0, 5.0, 10.0, 10.0]
