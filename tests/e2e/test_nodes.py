@@ -127,6 +127,7 @@ async def test_s1_3_s1_5_s1_6_a_sick_node_is_rebooted_once_and_proven(
     await world.tidy(job)
 
 
+@pytest.mark.long
 async def test_s1_5_on_a_healthy_node_the_job_fails_without_reboot(
     world: World,
 ) -> None:
