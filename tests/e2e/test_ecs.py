@@ -5,6 +5,7 @@ A real server, worker.py as a process, containers as processes.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from relaunch.activities.gang import CASCADE_GATHER_TIMEOUT_S
 from relaunch.backends.ecs import reboots
 from relaunch.backends.ecs.tasks import QUARANTINE
 from relaunch.messages.jobs import NodeRepairResult
@@ -235,6 +237,8 @@ async def test_s1_3_the_failing_ranks_node_is_examined_after_an_echo(
         return any(first in str(request.get("logStreamName")) for request in reads)
 
     await eventually(is_read, "what rank 0 printed at its end is not read")
+    # Longer than a backend is waited for that reports all exits at once.
+    await asyncio.sleep(CASCADE_GATHER_TIMEOUT_S + 1)
     (job.folder / "end.1").touch()  # only now is there more than the echo
     await ended(job, "FAILED")
     (incident,) = await job.incidents()
