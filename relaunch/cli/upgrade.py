@@ -163,7 +163,13 @@ async def _make_current(client: Client, task_queue: str, target: str, builds: Bu
         else:
             return
         await asyncio.sleep(LOOK_INTERVAL_S)
-        builds = await read_builds(client, task_queue)
+        now = await read_builds(client, task_queue)
+        if _current_id(now) == _current_id(builds):  # else the old token makes the server refuse
+            builds = now
+
+
+def _current_id(builds: Builds) -> str | None:
+    return builds.current.id if builds.current is not None else None
 
 
 def _now() -> datetime:
