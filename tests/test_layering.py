@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ print(json.dumps([[name, str(getattr(sys.modules[name], "__file__", None))] for 
 """
 
 
+@cache
 def loaded(*modules: str) -> dict[str, str]:
     """Names and files of the modules that these imports load, in a fresh interpreter."""
     done = subprocess.run(
@@ -144,6 +146,7 @@ def test_a_package_loads_only_what_it_may(package: str, allowed: tuple[str, ...]
     ] == []
 
 
+@cache
 def imports() -> dict[str, set[str]]:
     """By module: the modules of ours that its file imports, also for types and in functions."""
     names = {

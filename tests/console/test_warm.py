@@ -200,7 +200,13 @@ def test_ranks_of_submit_start_in_the_folder_of_submit(place: Place, tmp_path: P
     assert done.returncode == 0, done
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGINT,
+        *(pytest.param(other, marks=pytest.mark.long) for other in (signal.SIGTERM, signal.SIGHUP)),
+    ],
+)
 def test_a_signal_cancels_the_job_and_run_ends_with_it(
     place: Place, number: signal.Signals
 ) -> None:

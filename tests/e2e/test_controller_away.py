@@ -129,7 +129,11 @@ async def test_a_killed_worker_is_followed_without_a_timeout(world: World, besid
         return watch.attempt == 2
 
     await eventually(is_taken_over, "the watch is taken over")
-    assert "took over 1 watch of killed workers" in follower.log.read_text()
+
+    async def is_logged() -> bool:
+        return "took over 1 watch of killed workers" in follower.log.read_text()
+
+    await eventually(is_logged, "the worker logs that it took over")
     if beside:
         await follower.end()
         await world.worker.start()

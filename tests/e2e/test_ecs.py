@@ -211,6 +211,7 @@ async def test_s1_3_s1_5_s1_6_s1_8_s1_10_ecs_reboot_once_fault_to_end(
     await vouch(world)
 
 
+@pytest.mark.long
 async def test_s1_3_the_failing_ranks_node_is_examined_after_an_echo(
     world: World, aws: EcsPlaces, nvml: Path
 ) -> None:
@@ -274,6 +275,7 @@ async def test_s1_5_s1_7_a_fault_on_healthy_nodes_fails_and_notifies(
     await vouch(world)
 
 
+@pytest.mark.long
 async def test_s1_5_no_person_is_asked_for_a_reset_on_ecs(
     world: World, aws: EcsPlaces, nvml: Path
 ) -> None:

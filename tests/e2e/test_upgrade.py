@@ -112,6 +112,7 @@ async def test_jobs_move_to_another_build_and_back_untouched(own_world: World) -
     assert await violations(queued, Expected((NOTHING,))) == []
 
 
+@pytest.mark.long
 async def test_a_build_put_in_the_place_of_another_takes_its_jobs_over(own_world: World) -> None:
     world = own_world
     job = await world.submit(nodes=2)
@@ -150,6 +151,7 @@ async def test_a_build_put_in_the_place_of_another_takes_its_jobs_over(own_world
     await newest.end()
 
 
+@pytest.mark.long
 async def test_jobs_return_from_a_build_with_a_bug(own_world: World) -> None:
     world = own_world
     job = await world.submit(nodes=2)

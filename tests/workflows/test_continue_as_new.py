@@ -227,8 +227,8 @@ async def test_a_stop_that_waits_for_proof_continues_as_new(
 @pytest.mark.parametrize(
     ("name", "ends"),
     [
-        ("ladder_used_up", (Phase.FAILED, 4, 3)),
-        ("replace_node", (Phase.SUCCEEDED, 4, 0)),
+        pytest.param("ladder_used_up", (Phase.FAILED, 4, 3), marks=pytest.mark.long),
+        pytest.param("replace_node", (Phase.SUCCEEDED, 4, 0), marks=pytest.mark.long),
         ("examined_and_rebooted", (Phase.SUCCEEDED, 2, 1)),
         ("node_lost_and_back", (Phase.SUCCEEDED, 1, 0)),
     ],

@@ -245,7 +245,13 @@ async def test_a_repair_that_needs_approval_waits_and_the_job_says_so(
         )
 
 
-@pytest.mark.parametrize("then", ["approved", "cancelled", "terminated"])
+@pytest.mark.parametrize(
+    "then",
+    [
+        "approved",
+        *(pytest.param(then, marks=pytest.mark.long) for then in ("cancelled", "terminated")),
+    ],
+)
 async def test_a_job_that_continues_as_new_follows_its_repair(
     make_short_rig: MakeRig, then: str
 ) -> None:
