@@ -483,6 +483,16 @@ async def test_a_node_that_takes_no_tasks_says_why(
     assert site.tasks(living=False) == []
 
 
+async def test_a_mark_that_the_fleet_has_yet_to_remove_delays_no_job(
+    make: Callable[..., Site],
+) -> None:
+    site = make()
+    await site.backend.cluster.put_attributes(site.instance.arn, {QUARANTINE: site.spec.name})
+    done(await site.backend.prepare("n1", prepare_order(site.token())))
+    assert not done(await site.backend.start("n1", start_order(site.token()))).already
+    assert len(site.tasks()) == 1
+
+
 async def test_a_machine_without_container_instance_is_unreachable(
     make: Callable[..., Site], aws: AwsDouble
 ) -> None:

@@ -32,8 +32,11 @@ def convert_aws_error(node: str, error: AwsError, why: str = BY_AWS) -> Refusal:
     return Refusal(node, why if error.kind is Kind.REFUSED else BY_AWS, error.reason)
 
 
-def refuse_unfit(node: str, instance: Instance) -> Refusal | None:
-    """Return why a container instance takes no ranks; None if it takes them.
+def refuse_unfit(node: str, fleet: str, instance: Instance) -> Refusal | None:
+    """Return why a container instance takes no ranks of a fleet; None if it takes them.
+
+    The mark that the fleet itself wrote does not count: it is written and removed some seconds
+    after the fleet has decided, and the fleet grants no node that is quarantined.
 
     Raises:
         Unreachable: The ECS agent of the instance is not connected.
@@ -44,9 +47,11 @@ def refuse_unfit(node: str, instance: Instance) -> Refusal | None:
         return Refusal(
             node, "held", f"{instance.ec2_id} is {instance.status} in ECS and takes no tasks"
         )
-    if QUARANTINE in instance.attributes:
+    if (mark := instance.attributes.get(QUARANTINE, fleet)) != fleet:
         return Refusal(
-            node, "held", f"{instance.ec2_id} has the attribute {QUARANTINE} and takes no ranks"
+            node,
+            "held",
+            f"{instance.ec2_id} has the attribute {QUARANTINE} ({mark}) and takes no ranks",
         )
     return None
 

@@ -67,7 +67,10 @@ JUST_NOW = 1.0
 class Launcher:
     """Launcher for all nodes of one fleet."""
 
-    def __init__(self, cluster: Cluster, options: EcsOptions, settles: float = SETTLES) -> None:
+    def __init__(
+        self, fleet: str, cluster: Cluster, options: EcsOptions, settles: float = SETTLES
+    ) -> None:
+        self._fleet = fleet
         self._cluster = cluster
         self._options = options
         self._settles = settles
@@ -102,7 +105,7 @@ class Launcher:
     async def _prepare(self, node: str, ec2_id: str, order: PrepareOrder) -> Preparation | Refusal:
         token, attribute = order.token, job_attribute(order.token.namespace, order.token.job)
         instance = await self._cluster.instance(ec2_id)
-        if (refused := refuse_unfit(node, instance)) is not None:
+        if (refused := refuse_unfit(node, self._fleet, instance)) is not None:
             return refused
         set_ = Fence.read(instance.attributes.get(attribute))
         if (refused := refuse_forbidden(node, set_, token)) is not None:
@@ -219,7 +222,7 @@ class Launcher:
             client_token=client_token("start", str(token), node),
             only_where=(
                 fence.only_for(job_attribute(token.namespace, token.job), token),
-                f"attribute:{QUARANTINE} not_exists",
+                f"(attribute:{QUARANTINE} not_exists or attribute:{QUARANTINE} == {self._fleet})",
             ),
         )
         if (length := overrides_length(request)) > LONGEST_OVERRIDES:
