@@ -84,11 +84,13 @@ def up(
         list[Path] | None,
         typer.Option(metavar="FILE", help="Fleet file; default: 16 nodes on this machine."),
     ] = None,
-    worker: Annotated[bool, typer.Option(help="Also run a worker.")] = True,
+    workers: Annotated[
+        int, typer.Option(min=0, help="How many workers, each for RELAUNCH_JOBS jobs.")
+    ] = 1,
     attended: Annotated[bool, typer.Option(hidden=True)] = False,
     attended_job: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Run the server, the web UI and a worker in this terminal. Ctrl-C stops them; ranks keep
+    """Run the server, the web UI and workers in this terminal. Ctrl-C stops them; ranks keep
     running."""
     import asyncio
 
@@ -110,7 +112,14 @@ def up(
         asyncio.run(
             service.serve(
                 service.Service(
-                    settings.state, chosen, ui, fleets, backends, worker, settings.temporal_bin
+                    settings.state,
+                    chosen,
+                    ui,
+                    fleets,
+                    backends,
+                    workers,
+                    settings.metrics,
+                    settings.temporal_bin,
                 ),
                 say,
                 attended=attended,

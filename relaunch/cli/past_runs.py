@@ -78,7 +78,7 @@ async def open_run(folder: Path, job: str, *, with_worker: bool) -> AsyncIterato
         return
     say(f"no server is running; reading what `relaunch run` kept in {folder}")
     fleet = folder / "fleets" / "default.yaml"
-    server = OwnService(folder, job, start_child(folder, ["--attended", "--no-worker"]))
+    server = OwnService(folder, job, start_child(folder, ["--attended", "--workers", "0"]))
     try:
         address = await server.address()
         client = await connect(folder, address)

@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -86,7 +86,9 @@ class Service:
     fleets: tuple[Path, ...]
     backends: Mapping[str, str]
     """The backend of each of `fleets`, by the fleet's name."""
-    worker: bool = True
+    workers: int = 1
+    metrics: str | None = None
+    """host:port of the first worker's metrics; each further worker has the next port."""
     temporal: Path | None = None
     """The server's program; None: see `find_server`."""
 
@@ -221,7 +223,10 @@ async def serve(
     )
     # The server of one job meets no other build, and to make one current takes it a second.
     command = [*RELAUNCH, "worker", "--near", *(["--no-build"] if is_single else [])]
-    worker = Keeper("worker", command, environment, service.state / "worker.log", say)
+    workers = [
+        Keeper(name, command, {**environment, **metrics}, service.state / f"{name}.log", say)
+        for name, metrics in _name_workers(service)
+    ]
     warm = Keeper(
         "warm command line",
         [*RELAUNCH, "warm", str(service.state.resolve())],
@@ -238,15 +243,12 @@ async def serve(
         if not stop.is_set():
             await _raise_first_error(ready, *keepers)
             background.append(asyncio.create_task(_note_writer(service.state, program)))
-            backends = service.backends if service.worker else {}
+            backends = service.backends if workers else {}
             write_up(service.state, service.address, service.ui, backends)
             say(f"server {service.address}, web UI {service.ui}, state {service.state}")
-            if service.worker:
-                keepers.append(asyncio.create_task(worker.keep()))
-                say(
-                    f"worker started, its log is {service.state / 'worker.log'}; ctrl-C stops "
-                    "both, ranks keep running"
-                )
+            if workers:
+                keepers += [asyncio.create_task(worker.keep()) for worker in workers]
+                say(_announce_workers(service))
             if not attended:  # the server of a single job gets no other commands
                 warming = asyncio.create_task(warm.keep())
                 warming.add_done_callback(lambda task: _report_warm_failure(task, say))
@@ -267,7 +269,8 @@ async def serve(
         for task in (*keepers, ready, *background):
             task.cancel()
         await warm.end()
-        await worker.end()  # first, so that it can hand back its activities
+        # First, so that they can hand back their activities.
+        await asyncio.gather(*(worker.end() for worker in workers))
         await server.end()
 
 
@@ -278,6 +281,26 @@ def _make_environment(service: Service) -> dict[str, str]:
         "RELAUNCH_STATE": str(service.state.resolve()),
         "RELAUNCH_FLEETS": os.pathsep.join(str(path.resolve()) for path in service.fleets),
     }
+
+
+def _name_workers(service: Service) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield the name of each worker, with the variables that no other worker has."""
+    for number in range(1, service.workers + 1):
+        metrics = {}
+        if service.metrics is not None:
+            host, _, port = service.metrics.rpartition(":")
+            metrics["RELAUNCH_METRICS"] = f"{host}:{int(port) + number - 1}"
+        yield "worker" if number == 1 else f"worker-{number}", metrics
+
+
+def _announce_workers(service: Service) -> str:
+    logs = [service.state / f"{name}.log" for name, _ in _name_workers(service)]
+    if len(logs) == 1:
+        return f"worker started, its log is {logs[0]}; ctrl-C stops both, ranks keep running"
+    return (
+        f"{len(logs)} workers started, their logs are {logs[0]} to {logs[-1]}; ctrl-C stops them "
+        "and the server, ranks keep running"
+    )
 
 
 def _make_server_command(service: Service, program: Path) -> list[str]:

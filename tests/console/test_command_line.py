@@ -336,7 +336,7 @@ async def test_archived_incidents_come_before_those_still_held(place: Place) -> 
 def test_up_is_found_by_its_state_folder_and_ends_its_server(
     tmp_path: Path,
 ) -> None:
-    command = [sys.executable, STARTER, "up", "--no-worker", "--port", "0", "--ui-port", "0"]
+    command = [sys.executable, STARTER, "up", "--workers", "0", "--port", "0", "--ui-port", "0"]
     up = subprocess.Popen(
         command,
         cwd=tmp_path,

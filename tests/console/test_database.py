@@ -24,7 +24,7 @@ from relaunch.temporal import find_running_up
 from tests.console.commands import STARTER, bare_environment
 
 DEADLINE = 120.0
-UP = [sys.executable, STARTER, "up", "--no-worker", "--port", "0", "--ui-port", "0"]
+UP = [sys.executable, STARTER, "up", "--workers", "0", "--port", "0", "--ui-port", "0"]
 OURS = read_program(find_server())
 
 
