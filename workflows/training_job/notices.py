@@ -90,13 +90,17 @@ def _news_key(job: JobState) -> str | None:
         return "failed"
     if job.phase is Phase.WAITING_FOR_PERSON and not job.snoozed:
         return f"asked {job.generation} {job.next.at}"
+    if job.phase is Phase.WAITING_FOR_NODES and job.reminders:
+        return f"waits for nodes {job.generation} {job.reminders}"
     return None
 
 
 def _subject(job: JobState) -> str:
-    return f"relaunch: job {job.name} " + (
-        "has failed" if job.phase is Phase.FAILED else "waits for a person"
-    )
+    if job.phase is Phase.FAILED:
+        return f"relaunch: job {job.name} has failed"
+    still = "still waits" if job.reminders else "waits"
+    whom = "nodes" if job.phase is Phase.WAITING_FOR_NODES else "a person"
+    return f"relaunch: job {job.name} {still} for {whom}"
 
 
 def _text(job: JobState) -> str:
@@ -105,6 +109,9 @@ def _text(job: JobState) -> str:
         lines += [*failure, ""]
     if job.phase is Phase.FAILED:
         lines += ["Nothing of it runs any more.", *list_commands(job)]
+    elif job.phase is Phase.WAITING_FOR_NODES:
+        lines += [f"Next: {job.next.what}", "Who has the nodes: relaunch nodes list"]
+        lines += [f"To end it: relaunch cancel {job.name} --reason …"]
     else:
         answer = f"relaunch answer {job.name} approve|deny|snooze|take-over --reason …"
         lines += [f"Without an answer: {job.next.what}", f"To answer: {answer}"]

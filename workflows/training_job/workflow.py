@@ -200,7 +200,7 @@ class TrainingJob(MessageHandlers):
                     self._watches.start()  # a node that comes back answers the question by itself
                 else:
                     self._watches.stop()
-                    self._actions.release()
+                    self._actions.release(returns=decision.reminders > 0)
             case Wait():
                 self._deadline.set(decision.until)
                 if decision.phase in (Phase.RUNNING, Phase.NODE_LOST):
