@@ -39,22 +39,31 @@ class Budget(StrEnum):
 
 def find_closed_incidents(before: JobState, after: JobState) -> tuple[Incident, ...]:
     """Return the incidents that closed between two states of one run, oldest first."""
-    count = _count_closed(after) - _count_closed(before)
+    count = count_closed_incidents(after) - count_closed_incidents(before)
     return after.incidents[-count:] if count > 0 else ()
 
 
-def _count_closed(job: JobState) -> int:
+def count_closed_incidents(job: JobState) -> int:
+    """Return how many incidents of the job have closed, archived ones included."""
     return len(job.incidents) + job.incidents_archived
 
 
-def find_new_faults(before: JobState, after: JobState) -> tuple[FaultRecord, ...]:
-    """Return the faults that were recorded between two states of one run, oldest first."""
-    found: list[FaultRecord] = []
+def find_new_faults(
+    before: JobState, after: JobState
+) -> tuple[tuple[tuple[int, int], FaultRecord], ...]:
+    """Return the faults that were recorded between two states of one run, oldest first.
+
+    With each comes which one it is of the job: the number of its incident, and its own within that,
+    both from 0.
+    """
+    found: list[tuple[tuple[int, int], FaultRecord]] = []
     known = 0 if before.incident is None else _count_faults(before.incident)
     still_open = () if after.incident is None else (after.incident,)
-    for incident in (*find_closed_incidents(before, after), *still_open):
+    incidents = (*find_closed_incidents(before, after), *still_open)
+    for number, incident in enumerate(incidents, start=count_closed_incidents(before)):
         if (new := _count_faults(incident) - known) > 0:
-            found += incident.faults[-new:]
+            faults = enumerate(incident.faults[-new:], start=known)
+            found += [((number, one), fault) for one, fault in faults]
         known = 0
     return tuple(found)
 

@@ -238,7 +238,7 @@ async def test_a_job_is_asked_again_once_it_shows_something_else(scene: Scene) -
     assert scene.value(sampler.BUDGET_LEFT, "gpus", "restarts") is None
 
 
-async def test_a_job_that_does_not_answer_delays_no_other_and_is_counted(scene: Scene) -> None:
+async def test_a_job_that_does_not_answer_delays_no_other(scene: Scene) -> None:
     scene.server.add(
         Run("job/a", WorkflowQueryFailedError("its workflow task fails")),
         *(Run(f"job/b{number}", asking("b")) for number in range(MAX_READ)),

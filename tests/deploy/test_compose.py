@@ -175,7 +175,7 @@ def test_nothing_is_privileged() -> None:
     assert re.findall(r"^USER (\S+)$", DOCKERFILE, re.MULTILINE) == ["relaunch"]
 
 
-def test_services_of_metrics_start_only_when_asked_for_and_are_confined() -> None:
+def test_services_of_metrics_are_optional_and_confined() -> None:
     assert tuple(name for name, service in SERVICES.items() if "profiles" in service) == METRICS
     for name in METRICS:
         service = SERVICES[name]

@@ -84,11 +84,11 @@ def test_stages_of_a_recovery_add_up_to_it() -> None:
 
 def test_faults_and_incidents_are_found_once() -> None:
     job = running()
-    seen: list[tuple[list[str], int]] = []
+    seen: list[tuple[list[tuple[int, int, str]], int]] = []
 
     def take(event: Any, seconds: float) -> JobState:
         after, _ = step(job, event, at(seconds))
-        faults = [str(one.cause) for one in find_new_faults(job, after)]
+        faults = [(*number, str(one.cause)) for number, one in find_new_faults(job, after)]
         seen.append((faults, len(find_closed_incidents(job, after))))
         return after
 
@@ -100,13 +100,13 @@ def test_faults_and_incidents_are_found_once() -> None:
     job = take(IncidentsArchived(1), 6)
     job = take(raised()(job), 7)
     assert seen == [
-        (["UNKNOWN"], 0),
+        ([(0, 0, "UNKNOWN")], 0),
         ([], 0),
-        (["NODE_FAULT"], 0),
+        ([(0, 1, "NODE_FAULT")], 0),
         ([], 0),
         ([], 1),
         ([], 0),
-        (["APPLICATION"], 0),
+        ([(1, 0, "APPLICATION")], 0),
     ]
 
 
@@ -150,7 +150,7 @@ def test_a_question_waits_since_it_was_asked() -> None:
     assert find_question_time(taken) is None
 
 
-def test_a_question_without_an_incident_is_as_old_as_its_deadline_says() -> None:
+def test_a_question_without_an_incident_is_dated_by_its_deadline() -> None:
     job = apply_decision(new_job(), Ask("no nodes", question="add some?"), at(5))
     assert job.phase is Phase.WAITING_FOR_PERSON and job.incident is None
     assert find_question_time(job) == at(5)
@@ -159,9 +159,9 @@ def test_a_question_without_an_incident_is_as_old_as_its_deadline_says() -> None
     assert find_question_time(replace(job, incident=incident())) == at(5)
 
 
-def test_a_lost_node_that_comes_back_is_one_fault_and_one_incident() -> None:
+def test_a_lost_node_that_comes_back_is_one_fault() -> None:
     job = running()
     after, _ = play(job, lose()(job), now=at(1))
-    assert [one.cause for one in find_new_faults(job, after)] == [Cause.NODE_LOST]
+    assert [one.cause for _, one in find_new_faults(job, after)] == [Cause.NODE_LOST]
     again = relaunched(replace(after, lost=()), at(2) + timedelta(seconds=1))
     assert find_new_faults(after, again) == ()

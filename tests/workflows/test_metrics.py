@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from relaunch.workflows.runner import TaskRunner
 from relaunch.workflows.training_job import metrics
 from relaunch.workflows.training_job.workflow import TrainingJob
 from tests.fakes.nodes import Exit, Script
+from tests.recovery.builders import new_job
 from tests.workflows.conftest import MakeRig
 from tests.workflows.rig import policy, rig
 
@@ -99,6 +101,19 @@ async def test_an_incident_is_counted_once_and_not_again_on_replay(
     meters.read(metrics.FAULTS)
     ours = {name: count for name, count in meters.counts.items() if name.startswith("relaunch")}
     assert ours == {name: before[name] for name in ours}
+
+
+async def test_a_worker_counts_nothing_twice_and_forgets_the_oldest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(metrics, "_recorded", {})
+    monkeypatch.setattr(metrics, "MAX_RECORDED", 2)
+    job = new_job()
+    again = replace(job, submission=job.submission + 1)
+    assert [metrics._is_new(one, "incident", 0) for one in (job, job, again)] == [True, False, True]
+    assert metrics._is_new(job, "incident", 1)
+    assert len(metrics._recorded) == 2
+    assert metrics._is_new(job, "incident", 0), "it was the oldest"
 
 
 async def test_the_sampler_shows_a_question_until_it_is_answered(

@@ -1,15 +1,18 @@
 """Count a job's faults and incidents, and measure how long they took, as the job records them.
 
-The SDK's meter records nothing on replay, and none of this is an order or a state: a worker that is
-killed between recording and completing a workflow task may count the same incident twice.
+The SDK's meter records nothing on replay, and none of this is an order or a state. A worker counts
+nothing twice. Two workers may, if one is killed before the server has what it did.
 """
 
 from __future__ import annotations
+
+import threading
 
 from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
     from relaunch.job.measures import (
+        count_closed_incidents,
         find_closed_incidents,
         find_last_strategy,
         find_new_faults,
@@ -30,13 +33,44 @@ BUCKETS_S = (
 """Upper bounds in seconds: from a rank that restarts in place (0.16 s) to a question that waits for
 a person for a day. The SDK's own are milliseconds, from 50 to 10,000."""
 BUCKETS = {STAGE_SECONDS: BUCKETS_S, INCIDENT_SECONDS: BUCKETS_S}
+MAX_RECORDED = 10_000
+"""What a worker remembers to have recorded: some megabytes, and more than come within hours."""
+
+_recorded: dict[tuple[object, ...], None] = {}
+"""What this worker has recorded, oldest first. A workflow task may be repeated, and a query may
+bring events before the task that they belong to, which then brings them again (decision 49)."""
+_recording = threading.Lock()
+"""Workflow tasks run in several threads."""
+
+
+def _is_new(job: JobState, *what: object) -> bool:
+    """Return whether this worker has not recorded that of a job, and remember it."""
+    key = (job.namespace, job.name, job.submission, *what)
+    with _recording:
+        if key in _recorded:
+            return False
+        _recorded[key] = None
+        if len(_recorded) > MAX_RECORDED:
+            del _recorded[next(iter(_recorded))]
+        return True
 
 
 def record_changes(before: JobState, after: JobState) -> None:
     """Record the faults and the closed incidents between two states of one run."""
     if workflow.unsafe.is_replaying():
         return  # the meter would record nothing, and this would only cost time
-    closed, faults = find_closed_incidents(before, after), find_new_faults(before, after)
+    closed = [
+        incident
+        for number, incident in enumerate(
+            find_closed_incidents(before, after), start=count_closed_incidents(before)
+        )
+        if _is_new(after, "incident", number)
+    ]
+    faults = [
+        fault
+        for number, fault in find_new_faults(before, after)
+        if _is_new(after, "fault", *number)
+    ]
     if not closed and not faults:
         return
     meter = workflow.metric_meter().with_additional_attributes({"fleet": after.spec.fleet})
@@ -63,7 +97,7 @@ def record_changes(before: JobState, after: JobState) -> None:
 
 def record_end(job: JobState) -> None:
     """Record that a job has ended, and how."""
-    if workflow.unsafe.is_replaying():
+    if workflow.unsafe.is_replaying() or not _is_new(job, "end"):
         return
     meter = workflow.metric_meter()
     meter.create_counter(ENDED_JOBS, "Jobs that have ended, by their last phase.").add(
