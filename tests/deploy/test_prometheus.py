@@ -15,6 +15,7 @@ import yaml
 from relaunch.activities import sampler
 from relaunch.config import Settings
 from relaunch.workflows.training_job import metrics
+from tests.console import page_commands
 from tests.deploy.compose import ROOT, SERVICES, WORKERS
 
 FOLDER = ROOT / "deploy" / "prometheus"
@@ -26,6 +27,12 @@ RULES: list[dict[str, Any]] = [
     for rule in group["rules"]
 ]
 ALERTS = [rule for rule in RULES if "alert" in rule]
+ACTIONS = [str(alert["annotations"]["action"]) for alert in ALERTS]
+COMMANDS = {
+    line.replace("{{ $labels.fleet }}", "lab")
+    for line in (*page_commands.code_lines(PAGE), *ACTIONS)
+    if line.startswith("relaunch ")
+}
 NAMES = {
     value
     for module in (sampler, metrics)
@@ -88,6 +95,11 @@ def test_every_alert_has_a_section_and_a_command(alert: dict[str, Any]) -> None:
     section = re.search(rf"^### {alert['alert']}\n(.*?)(?=^##|\Z)", PAGE, re.MULTILINE | re.DOTALL)
     assert section is not None
     assert re.search(r"^```\n", section[1], re.MULTILINE), "a command that answers"
+
+
+@pytest.mark.parametrize("line", sorted(COMMANDS))
+def test_every_command_of_the_runbook_is_one(line: str) -> None:
+    page_commands.take(line)
 
 
 def test_the_page_lists_the_metrics_of_the_code() -> None:
