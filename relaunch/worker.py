@@ -403,6 +403,24 @@ def _get_event_queue(fleets: WorkerFleets, name: str) -> EventQueue | None:
     return backend.events() if isinstance(backend, EcsBackend) else None
 
 
+def _serve_metrics(address: str | None) -> Runtime:
+    """Return the SDK's runtime, which serves metrics at an address, or none.
+
+    Raises:
+        ConfigError: it cannot listen there.
+    """
+    if address is None:
+        return _make_runtime(TelemetryConfig())
+    metrics = PrometheusConfig(address, histogram_bucket_overrides=BUCKETS)
+    try:
+        return _make_runtime(TelemetryConfig(metrics=metrics))
+    except ValueError as error:
+        raise ConfigError(
+            f"setting metrics is {address!r}: {error}; expected an IP address of this machine and"
+            " a port that no other worker has, such as 127.0.0.1:9464"
+        ) from None
+
+
 def _make_runtime(telemetry: TelemetryConfig) -> Runtime:
     """Return the SDK's runtime, with few threads, and let malloc have few pools.
 
@@ -453,10 +471,7 @@ def main() -> int:
         logging.basicConfig(
             level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
         )
-        metrics = None
-        if settings.metrics:
-            metrics = PrometheusConfig(settings.metrics, histogram_bucket_overrides=BUCKETS)
-        Runtime.set_default(_make_runtime(TelemetryConfig(metrics=metrics)))
+        Runtime.set_default(_serve_metrics(settings.metrics))
         build = None if arguments.no_build else settings.build or build_id()
         asyncio.run(serve(settings, build, arguments.near))
     except ConfigError as error:

@@ -170,6 +170,8 @@ async def test_a_fault_is_seen_in_prometheus_and_every_panel_has_data(
         )
         assert measured == pytest.approx(whole + stages, abs=0.01)
 
+        assert await prometheus.query('relaunch_recovery_seconds_bucket{le="86400"}') != []
+
         panels = json.loads((ROOT / "deploy/grafana/dashboards/relaunch.json").read_text())[
             "panels"
         ]

@@ -156,7 +156,9 @@ def test_a_question_without_an_incident_is_dated_by_its_deadline() -> None:
     assert find_question_time(job) == at(5)
     assert find_question_time(replace(job, next=replace(job.next, at=None))) is None
     # The incident knows of no question: its decisions were dropped, or it began afterwards.
-    assert find_question_time(replace(job, incident=incident())) == at(5)
+    waited = DecisionRecord(T0, "Wait", None, "it may come back", False)
+    for decisions in ((), (waited,)):
+        assert find_question_time(replace(job, incident=incident(decisions=decisions))) == at(5)
 
 
 def test_a_lost_node_that_comes_back_is_one_fault() -> None:
