@@ -55,7 +55,7 @@ class Settings(BaseModel):
     """Seconds to wait for an answer that a node can give at once; a node that takes longer counts
     as unreachable for that call."""
     metrics: str | None = None
-    """host:port on which the worker serves Prometheus metrics."""
+    """IP address and port on which the worker serves Prometheus metrics."""
     temporal_bin: Path | None = None
     """Temporal's program, which `up` and `run` start; default: the one installed with relaunch. A
     database that another version wrote needs that version's."""

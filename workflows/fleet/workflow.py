@@ -33,6 +33,7 @@ with workflow.unsafe.imports_passed_through():
         short,
     )
     from relaunch.messages.ids import REPAIR_ID_PREFIX, WORKFLOW_ID_PREFIX
+    from relaunch.pool.counts import FleetCounts, count_fleet
     from relaunch.pool.events import (
         ClaimReminder,
         DrainMessage,
@@ -417,6 +418,10 @@ class Fleet:
     @workflow.query(description="Everything this fleet knows.")
     def state(self) -> FleetState:
         return cast(FleetState, short(self._state))
+
+    @workflow.query(description="What metrics show of it. Only workers ask it.")
+    def counts(self) -> FleetCounts:
+        return count_fleet(self._state)
 
     @workflow.query(
         description="How many free nodes a job could have beside those that its claim avoids. Only "
