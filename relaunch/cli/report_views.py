@@ -61,7 +61,7 @@ def report_view(report: Report, link: Link) -> dict[str, Any]:
         "over": report.is_over,
         "wall": wall,
         "effective": report.effective.total_seconds(),
-        "lost": report.lost.total_seconds(),
+        "lost": report.loss.total_seconds(),
         "unknown": report.unknown.total_seconds(),
         "ettr": report.ettr,
         "mtbf": _seconds(report.mtbf),

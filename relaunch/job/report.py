@@ -26,7 +26,7 @@ from relaunch.text import count_noun
 NONE = timedelta(0)
 WORST_NODES = 5
 MIN_GAIN = 0.001
-"""Advice that would have saved a smaller share of the time is left out."""
+"""Recommendation that would have saved a smaller share of the time is left out."""
 MIN_UNKNOWN = 0.01
 """From this share of the time on, the report says how to make it known."""
 MIN_HANG_LIMIT = timedelta(minutes=1)
@@ -61,7 +61,10 @@ class PricedIncident:
 
     @property
     def node(self) -> str | None:
-        """The likeliest suspect; None: no node is suspected."""
+        """The likeliest suspect; None: no node is suspected, or only a program accuses it."""
+        faults = self.incident.faults
+        if faults and all(fault.by_program for fault in faults):
+            return None
         return self.incident.nodes[0] if self.incident.nodes else None
 
     def cost(self, *accounts: Account) -> timedelta:
@@ -77,7 +80,7 @@ class PricedIncident:
 
 
 @dataclass(frozen=True, slots=True)
-class CauseRow:
+class CauseCost:
     cause: Cause
     count: int
     price: timedelta
@@ -91,7 +94,7 @@ class CauseRow:
 
 
 @dataclass(frozen=True, slots=True)
-class NodeRow:
+class NodeCost:
     node: str
     count: int
     price: timedelta
@@ -99,7 +102,7 @@ class NodeRow:
 
 
 @dataclass(frozen=True, slots=True)
-class WaitRow:
+class JobWait:
     job: str
     account: Account
     whom: str
@@ -109,7 +112,7 @@ class WaitRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Advice:
+class Recommendation:
     what: str
     """What to change: an imperative clause."""
     reason: str
@@ -152,12 +155,12 @@ class Report:
     totals: dict[Account, timedelta]
     incidents: tuple[PricedIncident, ...]
     """Oldest first."""
-    causes: tuple[CauseRow, ...]
+    causes: tuple[CauseCost, ...]
     """The most expensive first."""
-    nodes: tuple[NodeRow, ...]
+    nodes: tuple[NodeCost, ...]
     """The most expensive first, at most WORST_NODES."""
-    waits: tuple[WaitRow, ...]
-    advice: tuple[Advice, ...]
+    waits: tuple[JobWait, ...]
+    advice: tuple[Recommendation, ...]
     """What would have saved most first."""
     checkpoints: CheckpointFigures
     runs: tuple[RunSpan, ...]
@@ -172,7 +175,7 @@ class Report:
         return self.total(*(one for one in Account if one.is_effective))
 
     @property
-    def lost(self) -> timedelta:
+    def loss(self) -> timedelta:
         return self.total(*(one for one in Account if one.is_loss))
 
     @property
@@ -278,7 +281,9 @@ def _with_open(incidents: Iterable[Incident], job: JobState) -> tuple[Incident, 
     return (*(one for one in incidents if one.opened != opened), job.incident)
 
 
-def _with_advice(report: Report, figures: CheckpointFigures, advice: Sequence[Advice]) -> Report:
+def _with_advice(
+    report: Report, figures: CheckpointFigures, advice: Sequence[Recommendation]
+) -> Report:
     ordered = sorted(advice, key=lambda one: -(one.saves or NONE))
     return replace(report, checkpoints=figures, advice=tuple(ordered))
 
@@ -286,12 +291,12 @@ def _with_advice(report: Report, figures: CheckpointFigures, advice: Sequence[Ad
 # --- tables
 
 
-def _list_causes(priced: Sequence[PricedIncident]) -> tuple[CauseRow, ...]:
+def _list_causes(priced: Sequence[PricedIncident]) -> tuple[CauseCost, ...]:
     by_cause: dict[Cause, list[PricedIncident]] = {}
     for one in priced:
         by_cause.setdefault(one.incident.cause, []).append(one)
     rows = [
-        CauseRow(
+        CauseCost(
             cause,
             len(found),
             sum((one.price for one in found), NONE),
@@ -311,13 +316,13 @@ def _median(spans: Iterable[timedelta]) -> timedelta | None:
     return timedelta(seconds=median(seconds)) if seconds else None
 
 
-def _list_nodes(priced: Sequence[PricedIncident]) -> tuple[NodeRow, ...]:
+def _list_nodes(priced: Sequence[PricedIncident]) -> tuple[NodeCost, ...]:
     by_node: dict[str, list[PricedIncident]] = {}
     for one in priced:
         if one.node is not None:
             by_node.setdefault(one.node, []).append(one)
     rows = [
-        NodeRow(
+        NodeCost(
             node,
             len(found),
             sum((one.price for one in found), NONE),
@@ -336,12 +341,12 @@ WAITS = {
 }
 
 
-def _list_waits(job: JobState, priced: Sequence[PricedIncident]) -> list[WaitRow]:
+def _list_waits(job: JobState, priced: Sequence[PricedIncident]) -> list[JobWait]:
     rows = []
     for account, whom in WAITS.items():
         if span := job.ledger.totals.get(account, NONE):
             count = sum(bool(one.cost(account)) for one in priced)
-            rows.append(WaitRow(job.name, account, whom, span, count))
+            rows.append(JobWait(job.name, account, whom, span, count))
     by_node: dict[tuple[Account, str], list[timedelta]] = {}
     for one in priced:
         for account in REPAIRING:
@@ -350,7 +355,7 @@ def _list_waits(job: JobState, priced: Sequence[PricedIncident]) -> list[WaitRow
     verbs = {Account.EXAMINING: "the examination of", Account.REPAIRING: "the repair of"}
     for (account, node), spans in by_node.items():
         whom = f"{verbs[account]} {node}"
-        rows.append(WaitRow(job.name, account, whom, sum(spans, NONE), len(spans)))
+        rows.append(JobWait(job.name, account, whom, sum(spans, NONE), len(spans)))
     return sorted(rows, key=lambda row: -row.span)
 
 
@@ -418,7 +423,9 @@ def estimate_ettr(
     return kept / mtbf
 
 
-def _advise(report: Report, figures: CheckpointFigures, ledgers: Sequence[Ledger]) -> list[Advice]:
+def _advise(
+    report: Report, figures: CheckpointFigures, ledgers: Sequence[Ledger]
+) -> list[Recommendation]:
     advice = [
         *_advise_checkpoints(report, figures),
         *_advise_spares(report),
@@ -432,17 +439,17 @@ def _advise(report: Report, figures: CheckpointFigures, ledgers: Sequence[Ledger
         reason = "what this time went into was not reported"
         known = any(one.reports_checkpoints for one in ledgers)
         what = "have the ranks report their steps" + ("" if known else " and checkpoints")
-        advice.append(Advice(what, reason, "progress"))
+        advice.append(Recommendation(what, reason, "progress"))
     return advice
 
 
-def _advise_checkpoints(report: Report, figures: CheckpointFigures) -> list[Advice]:
+def _advise_checkpoints(report: Report, figures: CheckpointFigures) -> list[Recommendation]:
     interval, cost, best, mtbf = figures.interval, figures.cost, figures.best, report.mtbf
     if interval is None or mtbf is None:
         return []
     if cost is None or best is None:
         what = "have the ranks report the phase `checkpoint` while they save"
-        return [Advice(what, "then this report can say how often to save", "progress")]
+        return [Recommendation(what, "then this report can say how often to save", "progress")]
 
     def expect(interval: timedelta) -> float:
         return estimate_ettr(mtbf, report.mttr or NONE, interval, cost)
@@ -451,7 +458,7 @@ def _advise_checkpoints(report: Report, figures: CheckpointFigures) -> list[Advi
     trained = max(interval - cost, timedelta(seconds=1))
     each, every = format_span(cost), format_span(mtbf)
     return [
-        Advice(
+        Recommendation(
             "save a checkpoint more often" if best < trained else "save checkpoints less often",
             f"each costs {each}, and a fault comes every {every}: sqrt(2 · {each} · {every}) = "
             f"{format_span(best)}; now one every {format_span(trained)}",
@@ -461,14 +468,14 @@ def _advise_checkpoints(report: Report, figures: CheckpointFigures) -> list[Advi
     ]
 
 
-def _advise_spares(report: Report) -> list[Advice]:
+def _advise_spares(report: Report) -> list[Recommendation]:
     waited = [one for one in report.incidents if one.cost(Account.WAITING_FOR_NODES)]
     if not waited:
         return []
     nodes = max(len(one.incident.nodes) for one in waited) or 1
     span = sum((one.cost(Account.WAITING_FOR_NODES) for one in waited), NONE)
     return [
-        Advice(
+        Recommendation(
             f"keep {nodes} spare {'node' if nodes == 1 else 'nodes'} in the fleet",
             f"{count_noun(len(waited), 'incident')} waited {format_span(span)} for free nodes",
             "spare: true, in the fleet file",
@@ -477,7 +484,7 @@ def _advise_spares(report: Report) -> list[Advice]:
     ]
 
 
-def _advise_hang_limit(report: Report, ledgers: Sequence[Ledger]) -> list[Advice]:
+def _advise_hang_limit(report: Report, ledgers: Sequence[Ledger]) -> list[Recommendation]:
     longest = max(
         (one.longest_step for one in ledgers if one.longest_step is not None), default=None
     )
@@ -492,7 +499,7 @@ def _advise_hang_limit(report: Report, ledgers: Sequence[Ledger]) -> list[Advice
     took = sum((one.cost(Account.DETECTING) for one in hangs), NONE)
     longest_text = format_span(longest)
     return [
-        Advice(
+        Recommendation(
             "shorten the hang limit",
             f"{count_noun(len(hangs), 'hang')} took {format_span(took)} to detect; the longest "
             f"step took {longest_text}, and {SAFETY_FACTOR} times that is {format_span(limit)}",
@@ -502,7 +509,7 @@ def _advise_hang_limit(report: Report, ledgers: Sequence[Ledger]) -> list[Advice
     ]
 
 
-def _advise_budget(report: Report) -> list[Advice]:
+def _advise_budget(report: Report) -> list[Recommendation]:
     advice = []
     for row in report.causes:
         asked = [
@@ -516,7 +523,7 @@ def _advise_budget(report: Report) -> list[Advice]:
             continue
         span = sum((one.cost(Account.WAITING_FOR_PERSON) for one in asked), NONE)
         advice.append(
-            Advice(
+            Recommendation(
                 f"give the ladder of {row.cause} more tries, or answer sooner",
                 f"{count_noun(len(asked), 'incident')} had no tries left and waited "
                 f"{format_span(span)} for a person",
@@ -527,14 +534,14 @@ def _advise_budget(report: Report) -> list[Advice]:
     return advice
 
 
-def _advise_quarantine(report: Report) -> list[Advice]:
+def _advise_quarantine(report: Report) -> list[Recommendation]:
     advice = []
     for row in report.nodes:
         found = [one for one in report.incidents if one.node == row.node and one.price]
         saves = sum((one.price for one in found[1:]), NONE)
         if saves:
             advice.append(
-                Advice(
+                Recommendation(
                     f"quarantine {row.node} after its first fault",
                     f"it had {count_noun(len(found), 'fault')}; those after the first cost "
                     f"{format_span(saves)}",
@@ -576,7 +583,7 @@ def summarize(report: Report) -> str:
     known = f"{share:.1%}".replace("%", " %")
     if report.unknown:
         known = f"{known} to {f'{most:.1%}'.replace('%', ' %')}"
-    parts = [f"{known} effective", f"lost {format_span(report.lost)} of {format_span(report.wall)}"]
+    parts = [f"{known} effective", f"lost {format_span(report.loss)} of {format_span(report.wall)}"]
     if report.unknown:
         parts.append(f"{format_span(report.unknown)} unknown")
     if report.nodes and report.nodes[0].price:

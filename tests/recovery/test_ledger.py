@@ -36,11 +36,12 @@ from relaunch.job.events import (
     Submitted,
 )
 from relaunch.job.ledger import measure_wall, settle
+from relaunch.job.replay import Step, restore
 from relaunch.job.state import JobState, Phase, Slot
 from relaunch.job.step import step
 from relaunch.spec.policy import Policy, Strategy
 from tests.recovery.builders import T0, at, error, exited, new_job, policy, xid
-from tests.recovery.generated import anything, policies, searched
+from tests.recovery.generated import anything, likely, policies, searched
 from tests.recovery.streams import Move, Run
 
 NONE = timedelta(0)
@@ -419,6 +420,23 @@ def test_the_accounts_of_every_job_add_up_to_its_time(
         until, before = turn.after.ledger.charged_until, turn.before.ledger.charged_until
         assert until is not None and until <= turn.now
         assert before is None or before <= until
+
+
+@searched(60)
+@given(policies, likely, st.tuples(policies))
+def test_the_ledger_is_computed_again_from_recorded_steps(
+    policy: Policy, stream: list[Move], others: tuple[Policy]
+) -> None:
+    run = Run(policy, others=others)
+    for move in stream:
+        move.do(run)
+    steps = [Step(turn.now, turn.event, turn.decision) for turn in run.turns]
+    again = restore(run.turns[0].before, steps, run.job.ended_at)
+    assert again.ledger == run.job.ledger
+    assert again.incident == run.job.incident
+    kept = len(run.job.incidents)
+    assert again.incidents[len(again.incidents) - kept :] == run.job.incidents
+    assert len(again.incidents) == kept + run.job.incidents_archived
 
 
 @pytest.mark.parametrize("account", Account)

@@ -18,7 +18,7 @@ from relaunch.job.report import (
     make_report,
     summarize,
 )
-from relaunch.job.state import DecisionRecord, Incident, JobState, Phase
+from relaunch.job.state import DecisionRecord, FaultRecord, Incident, JobState, Phase
 from tests.recovery.builders import T0, at, running
 from tests.recovery.simulated_training import Training, draw_faults, train
 
@@ -141,6 +141,22 @@ def test_nodes_and_waits_are_sorted_by_what_they_cost() -> None:
 def test_a_node_that_came_back_by_itself_is_no_interruption() -> None:
     report = report_on(make_job())
     assert len(report.incidents) == 6 and report.interruptions == 5
+
+
+def test_a_node_that_only_a_program_accuses_is_not_named() -> None:
+    fault = FaultRecord(T0, 1, Cause.APPLICATION, "exit 1", nodes=("n2",), by_program=True)
+    bug = replace(INCIDENTS[0], cause=Cause.APPLICATION, faults=(fault,))
+    assert report_on(replace(make_job(), incidents=(bug,))).nodes == ()
+    proven = replace(bug, faults=(replace(fault, by_program=False),))
+    nodes = report_on(replace(make_job(), incidents=(proven,))).nodes
+    assert [row.node for row in nodes] == ["n2"]
+
+
+def test_interruptions_are_counted_by_generation() -> None:
+    faults = [FaultRecord(T0, number, Cause.HANG, "hung") for number in (1, 1, 2, 3)]
+    faults[3] = replace(faults[3], withdrawn="it answers again")
+    one = replace(INCIDENTS[0], faults=tuple(faults), dropped_faults=4)
+    assert report_on(replace(make_job(), incidents=(one,))).interruptions == 2 + 4
 
 
 def test_advice_says_what_each_change_would_have_saved() -> None:
