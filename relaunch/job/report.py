@@ -373,10 +373,9 @@ def _list_runs(job: JobState, incidents: Sequence[Incident], now: datetime) -> t
             continue  # it stopped nothing
         if start is not None and one.opened > start:
             runs.append(RunSpan(job.name, one.generation, start, one.opened))
-        if one.launched is not None:
-            start = one.launched
-        elif one.closed is not None:
-            start = job.submitted_at if one.closed < job.submitted_at else None
+        start = one.launched
+        if start is None and one.closed is not None and one.closed <= job.submitted_at:
+            start = job.submitted_at  # it ended an earlier submission
     if start is not None and job.launched_at is not None:
         runs.append(RunSpan(job.name, job.generation, start, job.ended_at or now))
     return tuple(runs)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relaunch.evidence.findings import Verdict
 from relaunch.job.accounts import Account, Ledger, RunFigures
 from relaunch.job.apply import finish, resubmit
 from relaunch.job.events import (
@@ -24,6 +25,7 @@ from relaunch.job.events import (
     Launched,
     NodeReturned,
     NodesAcquired,
+    NodesExamined,
     NodesMissing,
     NodeUnreachable,
     ProgressSeen,
@@ -32,12 +34,13 @@ from relaunch.job.events import (
     RanksSucceeded,
     RepairAsks,
     RepairEnded,
+    RetryRequested,
     StepReached,
     Submitted,
 )
 from relaunch.job.ledger import measure_wall, settle
 from relaunch.job.replay import Step, restore
-from relaunch.job.state import JobState, Phase, Slot
+from relaunch.job.state import ExaminedNode, JobState, Phase, Slot
 from relaunch.job.step import step
 from relaunch.spec.policy import Policy, Strategy
 from tests.recovery.builders import T0, at, error, exited, new_job, policy, xid
@@ -272,6 +275,34 @@ def test_stopping_repairing_and_questions_have_an_account_each() -> None:
         "waiting_for_person": 30,
         "launching": 5,
     }
+
+
+def test_an_examination_begins_when_the_ranks_are_gone() -> None:
+    rules = policy(
+        causes={
+            "APPLICATION": [{"strategy": "REPLACE_NODE", "when": "UNHEALTHY"}, {"strategy": "FAIL"}]
+        }
+    )
+    job = play(begun(policy=rules), (101, report(1, 9, 99, CHECKPOINT)), (101, failed(1, 100)))
+    assert job.phase is Phase.EXAMINING
+    examined = NodesExamined(1, (ExaminedNode("n2", Verdict.UNHEALTHY, "DBE"),))
+    job = play(job, (104, RanksStopped(1, ("n1", "n2"), at(104))), (124, examined))
+    assert costs(job) == {"lost_work": 30, "detecting": 1, "stopping": 3, "examining": 20}
+
+
+def test_training_goes_on_while_the_other_nodes_advance() -> None:
+    lost = NodeUnreachable(1, "n2", timedelta(seconds=180), "no answer within 5 s")
+    job = play(
+        begun(),
+        (300, lost),
+        (500, report(1, 9, 480, RunFigures(first_step_at=at(20)))),
+        (510, RetryRequested("", "ada")),
+    )
+    assert totals(job)["productive"] == 460
+    assert costs(job) == {"detecting": 30}
+    silent = play(begun(), (300, lost), (510, RetryRequested("", "ada")))
+    assert totals(silent)["unknown"] == 110
+    assert costs(silent) == {"detecting": 390}
 
 
 def test_the_wait_for_nodes_is_in_the_price_of_the_incident() -> None:

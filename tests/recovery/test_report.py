@@ -210,6 +210,25 @@ def test_the_estimate_agrees_with_the_closed_formula(interval: timedelta) -> Non
     assert estimate_ettr(MTBF, restart, timedelta(days=900), cost) < 1e-9
 
 
+def test_generations_run_between_incidents() -> None:
+    earlier = replace(INCIDENTS[0], launched=None, recovered=None, closed=at(10_100))
+    asking = replace(INCIDENTS[2], launched=None, recovered=None, closed=None)
+    job = replace(make_job(), submitted_at=at(12_000))
+    report = make_report([JobRecord(job, (earlier, INCIDENTS[1], asking))], T0)
+    assert [(run.generation, run.start, run.end) for run in report.runs] == [
+        (2, at(12_000), at(20_000)),
+        (3, at(20_100), at(30_000)),
+    ]
+    whole = report_on(make_job()).runs
+    assert len(whole) == 6 and whole[-1].end == make_job().ended_at
+    assert report.causes[0].regain is None
+
+
+def test_a_hang_that_was_found_soon_needs_no_other_limit() -> None:
+    report = report_on(make_job(longest_step=timedelta(minutes=10)))
+    assert "shorten the hang limit" not in [one.what for one in report.advice]
+
+
 def test_a_report_is_one_sentence() -> None:
     assert summarize(report_on(make_job())) == (
         "85.3 % effective; lost 4 h 4 m of 1 d 3 h; worst: n4, 1 fault, 2 h 15 m"
