@@ -69,7 +69,8 @@ async def read_jobs(
     """
     from relaunch.cli import jobs
 
-    found = []
+    found: list[ReadJob] = []
+    unread: list[str] = []
     for row in await jobs.list_jobs(client):
         if since is not None and row.ended is not None and row.ended < since:
             continue
@@ -77,13 +78,16 @@ async def read_jobs(
         if fleet is not None and now.memo.get("fleet") != fleet:
             continue
         if now.state is None:
-            raise ConfigError(f"job {row.name}: {now.silence}, so no report can be made of it")
+            unread.append(f"job {row.name} is left out: {now.silence}")
+            continue
         found.append(await _read(client, settings, now))
     if not found:
         where = f" of fleet {fleet!r}" if fleet is not None else ""
         when = f" has run since {since:%Y-%m-%d %H:%M} UTC" if since is not None else " is known"
         raise ConfigError(f"no job{where}{when}: list all jobs with `relaunch jobs`")
-    return found
+    first = found[0].record
+    record = replace(first, missing=(*first.missing, *unread))
+    return [replace(found[0], record=record), *found[1:]]
 
 
 async def _read(client: Client, settings: Settings, now: JobSnapshot) -> ReadJob:

@@ -248,6 +248,14 @@ async def test_a_report_of_a_job_of_an_older_release_is_unknown(place: Place) ->
     assert "0.0 % to 100.0 % effective" in (place.folder / "older.html").read_text()
 
 
+async def test_jobs_of_a_period_are_reported_together(place: Place) -> None:
+    for name in ("first", "second"):
+        await place.starter("submit", place.write_job(name, "exit", "0"), "--follow")
+    view = json.loads((await place.starter("report", "--since", "1h", "--json")).out)
+    assert {"first", "second"} <= set(view["jobs"])
+    assert view["wall"] == view["unknown"] >= 9 * len(view["jobs"])
+
+
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
