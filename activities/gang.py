@@ -22,6 +22,7 @@ from relaunch.activities.reports import (
     WatchRanksInput,
     WatchReport,
 )
+from relaunch.activities.run_figures import RunRecorder
 from relaunch.activities.stragglers import StepTimes
 from relaunch.backends.base import Backend, BackendError, ProtocolError, WatchStream
 from relaunch.evidence.observations import Observation, RankExited, RanksVanished
@@ -178,6 +179,11 @@ class WatchedShard:
         self._step_times = StepTimes(
             input.stragglers, input.timeouts.heartbeat.total_seconds(), time.monotonic()
         )
+        self._recorder = RunRecorder(
+            before.figures if before is not None else None,
+            before.sent_at if before is not None else None,
+            datetime.now(UTC),
+        )
         self._first_success: float | None = time.monotonic() if any(input.exited.values()) else None
 
     @property
@@ -259,6 +265,8 @@ class WatchedShard:
                     if saved is not None
                 ]
                 self._baseline = min(found, default=None)
+            if self._is_based():
+                self._recorder.note_checkpoint(self._find_checkpoint(), self._baseline, now)
             if self._find_new_checkpoint() is not None:
                 self._news.set()
         elif (raw := line.get("observation")) is not None:
@@ -333,10 +341,11 @@ class WatchedShard:
                 for k, v in (value.get("values") or {}).items()
                 if isinstance(v, int | float)
             }
-        earlier = self._pace.step
+        earlier = self._pace
         self._update_pace()
+        self._recorder.note_pace(earlier, self._pace, now)
         report_at, now_at = self.input.report_at_step, self._pace.step
-        if report_at is not None and now_at is not None and report_at <= now_at != earlier:
+        if report_at is not None and now_at is not None and report_at <= now_at != earlier.step:
             self._news.set()
 
     def _update_pace(self) -> None:
@@ -456,6 +465,8 @@ class WatchedShard:
             checkpoint=self._find_checkpoint(),
             based=self._is_based(),
             baseline=self._baseline,
+            figures=self._recorder.figures,
+            sent_at=datetime.now(UTC),
             missing=None
             if self._pace.step is not None
             else max(
@@ -733,6 +744,8 @@ class WatchedShard:
                     self._pace.highest,
                     self._pace.advanced_at or self._pace.started_at,
                     restarts=self._pace.restarts,
+                    # Of several watches one reports them, that of the job's first node.
+                    figures=self._recorder.figures if self.input.judges else None,
                 )
             )
         # Always include the returns: decisions based on the other events must know that these nodes

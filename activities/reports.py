@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from relaunch.generation import Token
+from relaunch.job.accounts import RunFigures
 from relaunch.job.events import Event
 from relaunch.job.hang import Pace
 from relaunch.job.places import StartedPlaces
@@ -107,3 +108,6 @@ class WatchHeartbeat:
     not be reported."""
     missing: MissingProgress | None = None
     """None: a step is known, or the nodes give no hint."""
+    figures: RunFigures | None = None
+    sent_at: datetime | None = None
+    """By the clock of the worker that sent it."""

@@ -9,8 +9,11 @@ use `assert_invariants`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 
 from relaunch.generation import Token
+from relaunch.job.accounts import Account
+from relaunch.job.state import JobState
 from tests.backends.upkeep_invariants import upkeep_violations
 from tests.fakes.nodes import Call, Life, Obeyed, SimulatedBackend
 
@@ -157,3 +160,21 @@ def _job(token: Token) -> Job:
 
 def _once(found: list[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
+
+
+def find_unbalanced(job: JobState) -> list[str]:
+    """Return how the accounts of a job that has ended differ from the time that it took.
+
+    Each incident has a price, and no more than what was charged in all.
+    """
+    found = []
+    assert job.ended_at is not None
+    took = job.ledger.earlier + (job.ended_at - job.submitted_at)
+    charged = sum(job.ledger.totals.values(), timedelta(0))
+    if abs(charged - took) > timedelta(seconds=1):
+        found.append(f"the accounts of {job.name} have {charged}, and it took {took}")
+    for account in Account:
+        cost = sum((one.costs.get(account, timedelta(0)) for one in job.incidents), timedelta(0))
+        if cost > job.ledger.totals.get(account, timedelta(0)):
+            found.append(f"incidents of {job.name} cost more {account} than was charged: {cost}")
+    return found

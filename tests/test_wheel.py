@@ -95,7 +95,7 @@ def test_the_wheel_brings_one_name(wheel: Path) -> None:
     here = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "relaunch").rglob("*")
-        if path.suffix in (".py", ".toml", ".json")
+        if path.suffix in (".py", ".toml", ".json", ".j2")
     }
     for folder in ("workflows", "activities"):
         here |= {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -459,6 +459,79 @@ def history(job: Job, as_json: Json = False) -> None:
     print_json(entries) if as_json else tables.print_history(job, entries, checkpoint)
     if missing:
         say(missing)
+
+
+@app.command()
+def report(
+    job: Annotated[str | None, typer.Argument(metavar="[JOB]")] = None,
+    fleet: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Report on all jobs of a fleet together.")
+    ] = None,
+    since: Annotated[
+        str | None,
+        typer.Option(metavar="DURATION", help="Only jobs that ran, and faults, within that: 7d."),
+    ] = None,
+    checkpoint_cost: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DURATION",
+            help="How long saving a checkpoint keeps ranks from training; default: as they report.",
+        ),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the report as one page.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what a job's time went into, what its faults cost, and what would have helped."""
+    from relaunch.cli import past_runs, report_views, reports
+    from relaunch.fields import parse_duration
+    from relaunch.job.report import make_report
+
+    if (job is None) == (fleet is None and since is None):
+        raise ConfigError(
+            "report: expected either a job, or --fleet NAME, --since DURATION or both"
+        )
+
+    def read_duration(option: str, text: str | None) -> timedelta | None:
+        try:
+            found = None if text is None else parse_duration(text)
+        except ValueError as error:
+            raise ConfigError(f"{option}: {error}") from None
+        if found is not None and not (isinstance(found, timedelta) and found):
+            raise ConfigError(f"{option}: {text!r} is not a duration above 0, such as 30s or 7d")
+        return found
+
+    now = datetime.now(UTC)
+    period = read_duration("--since", since)
+    cost = read_duration("--checkpoint-cost", checkpoint_cost)
+    start = None if period is None else now - period
+
+    async def work(client: Client, settings: Settings) -> list[reports.ReadJob]:
+        if job is not None:
+            return [await reports.read_job(client, settings, job)]
+        return await reports.read_jobs(client, settings, fleet, start)
+
+    read = past_runs.run_with_job(job, work) if job is not None else run_with_client(work)
+    made = make_report([one.record for one in read], now, since=start, checkpoint_cost=cost)
+    links = {one.record.state.name: one.links for one in read}
+
+    def link(name: str, at: datetime) -> str | None:
+        found = links[name]
+        return None if found is None else found.find(at)
+
+    view = report_views.report_view(made, link)
+    if html is not None:
+        from relaunch.cli import report_page
+
+        report_page.write_page(view, html)
+        say(f"the report is in {html}")
+    if as_json:
+        print_json(view)
+    elif html is None:
+        print("\n".join(report_views.report_lines(view)))
+    for sentence in made.missing:
+        say(sentence)
 
 
 @app.command()

@@ -18,6 +18,7 @@ from temporalio.client import (
     WorkflowExecutionStatus,
     WorkflowFailureError,
     WorkflowHandle,
+    WorkflowHistory,
     WorkflowQueryFailedError,
     WorkflowQueryRejectedError,
 )
@@ -221,6 +222,46 @@ async def incidents(
         *(incident for incident in archived.incidents if incident.opened not in opened),
         *kept,
     ], None
+
+
+async def read_histories(
+    client: Client, name: str, run_id: str | None
+) -> tuple[list[WorkflowHistory], bool]:
+    """Return the runs of one submission, oldest first, and whether its first run is among them."""
+    newest = await describe(client, name)
+    workflow_id = handle_of(client, name).id
+
+    async def fetch(run: str) -> WorkflowHistory | None:
+        try:
+            return await client.get_workflow_handle(workflow_id, run_id=run).fetch_history()
+        except RPCError as error:
+            if error.status in (RPCStatusCode.NOT_FOUND, RPCStatusCode.INVALID_ARGUMENT):
+                return None
+            raise
+
+    found = await fetch(run_id or newest.run_id)
+    if found is None:
+        raise ConfigError(f"job {name} has no run {run_id!r}: its newest is {newest.run_id}")
+    runs = [found]
+    while (
+        after := runs[-1]
+        .events[-1]
+        .workflow_execution_continued_as_new_event_attributes.new_execution_run_id
+    ):
+        later = await fetch(after)
+        if later is None:
+            break
+        runs.append(later)
+    while (
+        before := runs[0]
+        .events[0]
+        .workflow_execution_started_event_attributes.continued_execution_run_id
+    ):
+        earlier = await fetch(before)
+        if earlier is None:
+            return runs, False
+        runs.insert(0, earlier)
+    return runs, True
 
 
 @dataclass(frozen=True)

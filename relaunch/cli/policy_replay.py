@@ -21,7 +21,7 @@ from relaunch.spec.policy import Policy
 from relaunch.text import count_noun
 
 if TYPE_CHECKING:
-    from temporalio.client import Client, WorkflowHistory
+    from temporalio.client import Client
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,12 @@ async def try_on_history(client: Client, name: str, policy: Policy, run_id: str 
     """
     import logging
 
+    from relaunch.cli import jobs
+
     # This imports the workflow, and with it activities and backends: no other command needs them.
     from relaunch.workflows.training_job.recording import NotReplayable, recording
 
-    histories, complete = await _histories(client, name, run_id)
+    histories, complete = await jobs.read_histories(client, name, run_id)
     # A refusal is reported here in one sentence; the SDK would print a stack trace before it.
     logging.getLogger("temporalio").setLevel(logging.CRITICAL)
     try:
@@ -94,50 +96,6 @@ def _apply_annotations(policy: Policy, spec: JobSpec) -> tuple[Policy, tuple[str
         return apply_annotations(policy, spec.metadata.annotations), ()
     except ValueError as error:
         return policy, (f"the job's annotations are ignored: {error}",)
-
-
-async def _histories(
-    client: Client, name: str, run_id: str | None
-) -> tuple[list[WorkflowHistory], bool]:
-    """Return the runs of one submission, oldest first, and whether its first run is among them."""
-    from temporalio.service import RPCError, RPCStatusCode
-
-    from relaunch.cli.jobs import describe, handle_of
-
-    newest = await describe(client, name)
-    workflow_id = handle_of(client, name).id
-
-    async def fetch(run: str) -> WorkflowHistory | None:
-        try:
-            return await client.get_workflow_handle(workflow_id, run_id=run).fetch_history()
-        except RPCError as error:
-            if error.status in (RPCStatusCode.NOT_FOUND, RPCStatusCode.INVALID_ARGUMENT):
-                return None
-            raise
-
-    found = await fetch(run_id or newest.run_id)
-    if found is None:
-        raise ConfigError(f"job {name} has no run {run_id!r}: its newest is {newest.run_id}")
-    runs = [found]
-    while (
-        after := runs[-1]
-        .events[-1]
-        .workflow_execution_continued_as_new_event_attributes.new_execution_run_id
-    ):
-        later = await fetch(after)
-        if later is None:
-            break
-        runs.append(later)
-    while (
-        before := runs[0]
-        .events[0]
-        .workflow_execution_started_event_attributes.continued_execution_run_id
-    ):
-        earlier = await fetch(before)
-        if earlier is None:
-            return runs, False
-        runs.insert(0, earlier)
-    return runs, True
 
 
 def trial_lines(trial: Trial) -> list[str]:

@@ -26,6 +26,7 @@ COMMANDS = (
     "show",
     "next",
     "history",
+    "report",
     "follow",
     "logs",
     "stacks",

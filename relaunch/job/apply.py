@@ -77,6 +77,13 @@ from relaunch.job.launches import (
     settle_failed_launch,
     settle_given_up_launch,
 )
+from relaunch.job.ledger import (
+    carry_over,
+    charge_after,
+    charge_before,
+    charge_decision,
+    charge_end,
+)
 from relaunch.job.places import StartedPlaces, limit_places, record_places
 from relaunch.job.slow_nodes import record_slow_nodes
 from relaunch.job.state import (
@@ -139,7 +146,8 @@ def apply_event(
     if is_late(job, event):
         after = _apply_late_event(job, event)
     else:
-        after = _apply_event(job, event, diagnosis, now)
+        after = _apply_event(charge_before(job, event, now), event, diagnosis, now)
+        after = charge_after(job, after, event, now)
     if isinstance(event, Launched | LaunchFailed | LaunchRefused) and event.places:
         # Also for a launch that was given up: its orders may have been carried out.
         older = () if isinstance(event, Launched) and after is not job else after.places
@@ -423,7 +431,13 @@ def apply_decision(job: JobState, decision: Decision, now: datetime) -> JobState
     """
     if isinstance(decision, Ignore):
         return job
-    job = record_decision(job, decision, now)
+    after = _apply_decision(record_decision(job, decision, now), decision, now)
+    return charge_decision(job, after, decision, now)
+
+
+def _apply_decision(
+    job: JobState, decision: Relaunch | Examine | Repair | Wait | Ask | Stop, now: datetime
+) -> JobState:
     match decision:
         case Relaunch():
             known = {avoided.node for avoided in job.avoided}
@@ -586,7 +600,7 @@ def finish(job: JobState, now: datetime) -> JobState:
     """Return the final state of a job that is ending and has no rank left."""
     assert job.ending is not None
     ending = job.ending
-    job = close_incident(job, now, f"the job ended: {ending.phase}")
+    job = close_incident(charge_end(job, now), now, f"the job ended: {ending.phase}")
     return replace(
         job,
         phase=ending.phase,
@@ -641,6 +655,7 @@ def resubmit(
         exit_code=None,
         ending=None,
         ended_at=None,
+        ledger=carry_over(previous.ledger, now),
     )
     return _renew_budgets(job, now) if renew_budgets else job
 

@@ -13,6 +13,7 @@ from relaunch.evidence.reachability import LinkFindings
 from relaunch.evidence.stacks import HungRank
 from relaunch.evidence.stragglers import SlowNode
 from relaunch.generation import LaunchedGeneration
+from relaunch.job.accounts import RunFigures
 from relaunch.job.places import StartedPlaces
 from relaunch.job.state import ExaminedNode, Slot
 from relaunch.spec.policy import Policy, Strategy
@@ -239,6 +240,8 @@ class ProgressSeen:
     kind: Literal["ProgressSeen"] = "ProgressSeen"
     restarts: bool = False
     """Whether a rank's counter has started again while the rank lived, as a bar does each epoch."""
+    figures: RunFigures | None = None
+    """None: another watch of the generation learns them, or an older build saw this."""
 
 
 @dataclass(frozen=True, slots=True)

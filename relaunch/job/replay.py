@@ -22,6 +22,7 @@ from relaunch.job.apply import apply_decision, finish
 from relaunch.job.events import (
     DeadlinePassed,
     Event,
+    IncidentsArchived,
     Launched,
     LaunchFailed,
     LaunchRefused,
@@ -95,6 +96,25 @@ def replay(policy: Policy, job: JobState, steps: Iterable[Step]) -> tuple[Replay
         job, replayed = _turn(job, step)
         done.append(replayed)
     return tuple(done)
+
+
+def restore(job: JobState, steps: Iterable[Step], ended_at: datetime | None) -> JobState:
+    """Return the state in which recorded steps have left a job, with its ledger.
+
+    Older builds kept no ledger. Incidents are not moved to the archive here: all are in the state.
+
+    Args:
+        job: The state in which the recording begins.
+        steps: The recorded steps.
+        ended_at: When the job ended; None: it runs.
+    """
+    for step in steps:
+        if isinstance(step.event, IncidentsArchived):
+            continue
+        job, decision = evaluate_event(job, step.event, step.at)
+        taken = decision if step.decided is None else step.decided
+        job = apply_decision(job, taken, step.at)
+    return job if ended_at is None or job.ending is None else finish(job, ended_at)
 
 
 def simulate(policy: Policy, job: JobState, events: Sequence[Step]) -> tuple[ReplayedStep, ...]:

@@ -16,6 +16,7 @@ from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Verdict
 from relaunch.evidence.stragglers import SlowNode
 from relaunch.generation import LaunchedGeneration, Token
+from relaunch.job.accounts import Account, Ledger
 from relaunch.job.generation_nodes import GenerationNodes
 from relaunch.job.places import StartedPlaces
 from relaunch.spec.job import JobSpec
@@ -389,6 +390,8 @@ class Incident:
     closed: datetime | None = None
     outcome: str | None = None
     """A clause that says how it closed."""
+    costs: dict[Account, timedelta] = field(default_factory=dict)
+    """The time that it took from training, by account: see `ledger`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -576,6 +579,8 @@ class JobState:
     """Pairs of nodes that could not reach each other, since training last advanced."""
     slow_nodes: tuple[SlowRecord, ...] = ()
     """Nodes that were slower than the others, oldest first."""
+    ledger: Ledger = field(default_factory=Ledger)
+    """What the job's time went into."""
 
     @property
     def token(self) -> Token:

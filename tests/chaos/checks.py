@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from relaunch.cli import job_views
 from tests.chaos.rounds import Expected
 from tests.chaos.world import Job, Unmet, eventually
+from tests.invariants import find_unbalanced
 
 
 async def violations(job: Job, expected: Expected) -> list[str]:
@@ -33,6 +34,7 @@ async def violations(job: Job, expected: Expected) -> list[str]:
         if int(line["alive"].rpartition(".")[2]) not in expected.paused
     ]
     found += [f"two generations were alive at once: {line}" for line in overlaps]
+    found += find_unbalanced(state)
     found += await agreement(job)
     try:
         await eventually(

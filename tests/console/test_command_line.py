@@ -235,6 +235,44 @@ async def test_run_prints_every_rank_and_exits_as_the_job_does(
     )
 
 
+async def test_a_report_of_a_job_of_an_older_release_is_unknown(place: Place) -> None:
+    """The job of these tests keeps no ledger, and its history is not that of a job."""
+    await place.starter("submit", place.write_job("older", "exit", "3"), "--follow")
+    done = await place.starter("report", "older", "--json")
+    view = json.loads(done.out)
+    assert (view["wall"], view["unknown"], view["jobs"]) == (9, 9, ["older"]), done
+    (sentence,) = view["missing"]
+    assert "job older was run by an older release, so its time is unknown" in sentence
+    written = await place.starter("report", "older", "--html", "older.html")
+    assert (written.code, written.out) == (0, ""), written
+    assert "0.0 % to 100.0 % effective" in (place.folder / "older.html").read_text()
+
+
+async def test_jobs_of_a_period_are_reported_together(place: Place) -> None:
+    for name in ("first", "second"):
+        await place.starter("submit", place.write_job(name, "exit", "0"), "--follow")
+    view = json.loads((await place.starter("report", "--since", "1h", "--json")).out)
+    assert {"first", "second"} <= set(view["jobs"])
+    assert view["wall"] == view["unknown"] >= 9 * len(view["jobs"])
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ((), ("expected either a job", "--fleet NAME")),
+        (("llama", "--fleet", "default"), ("expected either a job",)),
+        (("llama", "--checkpoint-cost", "soon"), ("--checkpoint-cost", "soon", "30s")),
+        (("--since", "0s"), ("--since", "0s", "above 0")),
+        (("--fleet", "none"), ("no job of fleet 'none'", "relaunch jobs")),
+        (("no-such-job",), ("no-such-job",)),
+    ],
+)
+async def test_a_report_of_nothing_is_one_sentence(
+    place: Place, words: tuple[str, ...], parts: tuple[str, ...]
+) -> None:
+    one_sentence(await place.starter("report", *words), *parts)
+
+
 async def test_ctrl_c_cancels_the_job_and_run_ends_with_it(place: Place) -> None:
     process = subprocess.Popen(  # noqa: ASYNC220 - simple signals; reads are in a thread
         [sys.executable, STARTER, "run", "--name", "long", "--", "sleep", "1000"],

@@ -49,7 +49,7 @@ from relaunch.workflows.node_repair.workflow import NodeRepair
 from relaunch.workflows.runner import TaskRunner
 from relaunch.workflows.training_job.workflow import TrainingJob
 from tests.fakes.nodes import ManualClock, Script, SimulatedBackend
-from tests.invariants import assert_invariants
+from tests.invariants import assert_invariants, find_unbalanced
 from tests.test_layering import CORE
 
 PATIENCE = 120.0
@@ -188,16 +188,21 @@ class Job:
         )
 
     async def result(self) -> JobResult:
-        """The result, also of a job that failed, where it rides in the failure's details."""
+        """The result, also of a job that failed, where it rides in the failure's details.
+
+        The accounts in it add up to the time that the job took.
+        """
         try:
-            return await asyncio.wait_for(self.handle.result(), PATIENCE)
+            result: JobResult = await asyncio.wait_for(self.handle.result(), PATIENCE)
         except WorkflowFailureError as error:
-            return failed_result(error)
+            result = failed_result(error)
         except TimeoutError:
             state = await self.state()
             raise AssertionError(
                 f"it never ended: {state.phase} because {state.reason}; next {state.next}; {state}"
             ) from None
+        assert find_unbalanced(result.state) == []
+        return result
 
     async def history(self) -> WorkflowHistory:
         return await self.handle.fetch_history()

@@ -11,16 +11,20 @@ import asyncio
 import json
 import sys
 import tempfile
+from datetime import UTC, timedelta
 from pathlib import Path
 
 import pytest
 from temporalio.client import WorkflowHistory
 
+from relaunch.job.accounts import Account
 from relaunch.job.diagnose import Fault
+from relaunch.job.replay import restore
 from relaunch.spec.policy import Policy
 from relaunch.temporal import data_converter
 from relaunch.workflows.training_job.recording import recording
 from tests.fakes.nodes import Cut, Exit, Progress, Script, ShimDies, Sick, error_file
+from tests.invariants import find_unbalanced
 from tests.recovery.diagnoses import count_diagnoses
 from tests.workflows.rig import policy, replay, rig
 
@@ -100,6 +104,18 @@ async def test_a_captured_job_diagnoses_each_fault_once(monkeypatch: pytest.Monk
         faults += sum(isinstance(one.event, Fault) for one in made.steps)
         assert len({id(fault) for fault in diagnosed}) == len(diagnosed) <= faults, path.stem
     assert len(diagnosed) >= 9, "the histories have faults"
+
+
+async def test_the_ledger_of_a_captured_job_is_computed() -> None:
+    """These were captured before jobs kept one."""
+    for path in sorted(set(HISTORIES.glob("*.json")) - {HISTORIES / f"{REPAIR}.json"}):
+        history = WorkflowHistory.from_json(f"job/{path.stem}", path.read_text())
+        made = await recording([history], "default", data_converter())
+        ended = history.events[-1].event_time.ToDatetime(UTC)
+        job = restore(made.job, made.steps, ended)
+        assert job.ledger.charged_until == ended, path.stem
+        assert find_unbalanced(job) == []
+        assert job.ledger.totals[Account.LAUNCHING] > timedelta(0), path.stem
 
 
 def test_each_scenario_has_its_history() -> None:

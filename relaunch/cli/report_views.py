@@ -1,0 +1,263 @@
+"""Formats a report for people and scripts.
+
+Pure: values in, plain mappings and lines out. The keys of `report_view` are a stable interface for
+scripts: keys may be added, never renamed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from relaunch.job.accounts import Account
+from relaunch.job.report import PricedIncident, Report, format_span, summarize
+from relaunch.text import count_noun, join_names
+
+ACCOUNTS = {
+    Account.PRODUCTIVE: "training that was kept",
+    Account.CONTROLLER_AWAY: "training without a controller",
+    Account.SAVING: "saving checkpoints",
+    Account.LOST_WORK: "work that was lost",
+    Account.DETECTING: "detecting faults",
+    Account.DECIDING: "deciding",
+    Account.STOPPING: "stopping ranks",
+    Account.EXAMINING: "examining nodes",
+    Account.REPAIRING: "repairing nodes",
+    Account.LAUNCHING: "launching, up to the first step",
+    Account.WAITING_FOR_NODES: "waiting for nodes",
+    Account.WAITING_FOR_PERSON: "waiting for a person",
+    Account.QUEUED: "queued",
+    Account.UNKNOWN: "unknown",
+}
+"""In the order in which they are shown."""
+DEFINITIONS = {
+    "ettr": "ETTR, the effective training time ratio: productive time / time from submission to "
+    "end, queueing included",
+    "mtbf": "MTBF: time from submission to end without queueing / interruptions",
+    "mttr": "MTTR: from a fault to the first step after it, mean over interruptions",
+}
+BAR_WIDTH = 40
+Link = Callable[[str, datetime], str | None]
+"""Returns the page of the web UI that shows a job's event at a time; None: not known."""
+
+
+def report_view(report: Report, link: Link) -> dict[str, Any]:
+    """Return what `report --json` prints: seconds as floats, times as ISO 8601."""
+
+    def find_page(priced: list[PricedIncident]) -> str | None:
+        """Return the page of the most expensive incident."""
+        if not priced:
+            return None
+        worst = max(priced, key=lambda one: one.price)
+        return link(worst.job, worst.incident.detected or worst.incident.opened)
+
+    wall = report.wall.total_seconds()
+    return {
+        "summary": summarize(report),
+        "jobs": list(report.jobs),
+        "start": _iso(report.start),
+        "end": _iso(report.end),
+        "over": report.is_over,
+        "wall": wall,
+        "effective": report.effective.total_seconds(),
+        "lost": report.loss.total_seconds(),
+        "unknown": report.unknown.total_seconds(),
+        "ettr": report.ettr,
+        "mtbf": _seconds(report.mtbf),
+        "mttr": _seconds(report.mttr),
+        "definitions": DEFINITIONS,
+        "accounts": [
+            {
+                "account": account.value,
+                "what": what,
+                "seconds": span.total_seconds(),
+                "share": span.total_seconds() / wall if wall else 0.0,
+                "link": find_page([one for one in report.incidents if one.cost(account)])
+                or link(report.jobs[0], report.end),
+            }
+            for account, what in ACCOUNTS.items()
+            if (span := report.total(account))
+        ],
+        "runs": [
+            {
+                "job": run.job,
+                "generation": run.generation,
+                "start": _iso(run.start),
+                "end": _iso(run.end),
+                "link": link(run.job, run.start),
+            }
+            for run in report.runs
+        ],
+        "incidents": [
+            {
+                "job": one.job,
+                "opened": _iso(one.incident.opened),
+                "closed": _iso(one.incident.closed),
+                "generation": one.incident.generation,
+                "cause": one.incident.cause.value,
+                "nodes": list(one.incident.nodes),
+                "reason": one.incident.reason,
+                "outcome": one.incident.outcome,
+                "price": one.price.total_seconds(),
+                "costs": {
+                    account.value: span.total_seconds()
+                    for account in ACCOUNTS
+                    if (span := one.cost(account))
+                },
+                "link": link(one.job, one.incident.detected or one.incident.opened),
+            }
+            for one in report.incidents
+        ],
+        "causes": [
+            {
+                "cause": row.cause.value,
+                "count": row.count,
+                "price": row.price.total_seconds(),
+                "median": {
+                    "detect": _seconds(row.detect),
+                    "decide": _seconds(row.decide),
+                    "repair": _seconds(row.repair),
+                    "relaunch": _seconds(row.relaunch),
+                    "regain": _seconds(row.regain),
+                },
+                "link": find_page(
+                    [one for one in report.incidents if one.incident.cause is row.cause]
+                ),
+            }
+            for row in report.causes
+        ],
+        "nodes": [
+            {
+                "node": row.node,
+                "count": row.count,
+                "price": row.price.total_seconds(),
+                "causes": [cause.value for cause in row.causes],
+                "link": find_page([one for one in report.incidents if one.node == row.node]),
+            }
+            for row in report.nodes
+        ],
+        "waits": [
+            {
+                "job": row.job,
+                "for": row.whom,
+                "seconds": row.span.total_seconds(),
+                "incidents": row.count,
+                "link": find_page([one for one in report.incidents if one.cost(row.account)])
+                or link(row.job, report.start),
+            }
+            for row in report.waits
+        ],
+        "checkpoints": {
+            "interval": _seconds(report.checkpoints.interval),
+            "cost": _seconds(report.checkpoints.cost),
+            "best": _seconds(report.checkpoints.best),
+        },
+        "advice": [
+            {
+                "what": one.what,
+                "reason": one.reason,
+                "setting": one.setting or None,
+                "saves": _seconds(one.saves),
+            }
+            for one in report.advice
+        ],
+        "missing": list(report.missing),
+    }
+
+
+def report_lines(view: Mapping[str, Any]) -> list[str]:
+    """Return the lines for a `report` view."""
+    span = format_seconds
+    when = f"{_day(view['start'])} to {_day(view['end'])}{'' if view['over'] else ', not ended'}"
+    lines = [f"{join_names(view['jobs'], 4)}: {view['summary']}", when, ""]
+    width = max((len(one["what"]) for one in view["accounts"]), default=0)
+    for one in view["accounts"]:
+        bar = "█" * round(BAR_WIDTH * one["share"])
+        lines.append(
+            f"  {one['what']:<{width}}  {one['share']:>6.1%}  {span(one['seconds']):>9}  {bar}"
+        )
+    lines += [
+        "",
+        f"interruptions  {sum(bool(one['costs']) for one in view['incidents'])}",
+        f"MTBF           {span(view['mtbf'])}   time without queueing / interruptions",
+        f"MTTR           {span(view['mttr'])}   from a fault to the first step after it, mean",
+    ]
+    lines += _table(
+        "what the faults cost; the times are medians",
+        ("cause", "faults", "price", "detect", "decide", "repair", "relaunch", "regain"),
+        [
+            (
+                one["cause"],
+                str(one["count"]),
+                span(one["price"]),
+                *(span(one["median"][name]) for name in MEDIANS),
+            )
+            for one in view["causes"]
+        ],
+    )
+    lines += _table(
+        "the most expensive nodes",
+        ("node", "faults", "price", "causes"),
+        [
+            (one["node"], str(one["count"]), span(one["price"]), ", ".join(one["causes"]))
+            for one in view["nodes"]
+        ],
+    )
+    lines += _table(
+        "who waited for whom",
+        ("job", "for", "time", "incidents"),
+        [
+            (one["job"], one["for"], span(one["seconds"]), str(one["incidents"] or "–"))
+            for one in view["waits"]
+        ],
+    )
+    if view["advice"]:
+        lines += ["", "what would have helped"]
+    for one in view["advice"]:
+        saved = f", saves {span(one['saves'])}" if one["saves"] is not None else ""
+        lines.append(f"  {one['what']}{saved}")
+        lines.append(f"      {one['reason']}")
+        lines += [f"      {one['setting']}"] if one["setting"] else []
+    return lines
+
+
+MEDIANS = ("detect", "decide", "repair", "relaunch", "regain")
+
+
+def _table(title: str, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    if not rows:
+        return []
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    lines = [
+        "  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip()
+        for row in (head, *rows)
+    ]
+    return ["", title, *(f"  {line}" for line in lines)]
+
+
+def describe_incident(entry: Mapping[str, Any]) -> str:
+    """Return an incident of a view in one line."""
+    where = f" on {join_names(entry['nodes'], 2)}" if entry["nodes"] else ""
+    return f"{entry['cause']}{where}: {entry['reason']}"
+
+
+def count_interruptions(view: Mapping[str, Any]) -> str:
+    count = sum(bool(one["costs"]) for one in view["incidents"])
+    return count_noun(count, "interruption")
+
+
+def format_seconds(seconds: float | None) -> str:
+    return "–" if seconds is None else format_span(timedelta(seconds=seconds))
+
+
+def _seconds(span: timedelta | None) -> float | None:
+    return None if span is None else span.total_seconds()
+
+
+def _iso(moment: datetime | None) -> str | None:
+    return None if moment is None else moment.isoformat().replace("+00:00", "Z")
+
+
+def _day(written: str) -> str:
+    return f"{datetime.fromisoformat(written).astimezone(UTC):%Y-%m-%d %H:%M} UTC"
