@@ -9,11 +9,11 @@ from typing import Any
 
 from relaunch.cli.report_views import (
     MEDIANS,
-    count_interruptions,
     describe_incident,
     format_seconds,
 )
 from relaunch.config import ConfigError
+from relaunch.text import count_noun
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 WIDTH = 1000
@@ -50,7 +50,7 @@ def make_page(view: Mapping[str, Any]) -> str:
         lanes=[_draw_lane(view, job) for job in view["jobs"][:LANES]],
         hidden_lanes=len(view["jobs"][LANES:]),
         medians=MEDIANS,
-        interruptions=count_interruptions(view),
+        interruptions=count_noun(view["interruptions"], "interruption"),
         width=WIDTH,
     )
 

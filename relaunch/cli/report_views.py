@@ -12,7 +12,7 @@ from typing import Any
 
 from relaunch.job.accounts import Account
 from relaunch.job.report import PricedIncident, Report, format_span, summarize
-from relaunch.text import count_noun, join_names
+from relaunch.text import join_names
 
 ACCOUNTS = {
     Account.PRODUCTIVE: "training that was kept",
@@ -64,6 +64,7 @@ def report_view(report: Report, link: Link) -> dict[str, Any]:
         "lost": report.loss.total_seconds(),
         "unknown": report.unknown.total_seconds(),
         "ettr": report.ettr,
+        "interruptions": report.interruptions,
         "mtbf": _seconds(report.mtbf),
         "mttr": _seconds(report.mttr),
         "definitions": DEFINITIONS,
@@ -179,13 +180,13 @@ def report_lines(view: Mapping[str, Any]) -> list[str]:
         )
     lines += [
         "",
-        f"interruptions  {sum(bool(one['costs']) for one in view['incidents'])}",
+        f"interruptions  {view['interruptions']}",
         f"MTBF           {span(view['mtbf'])}   time without queueing / interruptions",
         f"MTTR           {span(view['mttr'])}   from a fault to the first step after it, mean",
     ]
     lines += _table(
         "what the faults cost; the times are medians",
-        ("cause", "faults", "price", "detect", "decide", "repair", "relaunch", "regain"),
+        ("cause", "incidents", "price", "detect", "decide", "repair", "relaunch", "regain"),
         [
             (
                 one["cause"],
@@ -198,7 +199,7 @@ def report_lines(view: Mapping[str, Any]) -> list[str]:
     )
     lines += _table(
         "the most expensive nodes",
-        ("node", "faults", "price", "causes"),
+        ("node", "incidents", "price", "causes"),
         [
             (one["node"], str(one["count"]), span(one["price"]), ", ".join(one["causes"]))
             for one in view["nodes"]
@@ -240,11 +241,6 @@ def describe_incident(entry: Mapping[str, Any]) -> str:
     """Return an incident of a view in one line."""
     where = f" on {join_names(entry['nodes'], 2)}" if entry["nodes"] else ""
     return f"{entry['cause']}{where}: {entry['reason']}"
-
-
-def count_interruptions(view: Mapping[str, Any]) -> str:
-    count = sum(bool(one["costs"]) for one in view["incidents"])
-    return count_noun(count, "interruption")
 
 
 def format_seconds(seconds: float | None) -> str:

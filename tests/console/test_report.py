@@ -28,7 +28,18 @@ from tests.recovery.test_report import INCIDENTS, make_job
 
 VIEW_KEYS = {
     *("summary", "jobs", "start", "end", "over", "wall", "effective", "lost", "unknown", "ettr"),
-    *("mtbf", "mttr", "definitions", "accounts", "runs", "incidents", "causes", "nodes", "waits"),
+    *(
+        "interruptions",
+        "mtbf",
+        "mttr",
+        "definitions",
+        "accounts",
+        "runs",
+        "incidents",
+        "causes",
+        "nodes",
+        "waits",
+    ),
     *("checkpoints", "advice", "missing"),
 }
 UI = "http://127.0.0.1:8233/namespaces/default/workflows/job%2Fllama/run-1"
