@@ -286,11 +286,11 @@ def _make_environment(service: Service) -> dict[str, str]:
 def _name_workers(service: Service) -> Iterator[tuple[str, dict[str, str]]]:
     """Yield the name of each worker, with the variables that no other worker has."""
     for number in range(1, service.workers + 1):
-        metrics = {}
+        variables = {} if "RELAUNCH_WEB_UI" in os.environ else {"RELAUNCH_WEB_UI": service.ui}
         if service.metrics is not None:
             host, _, port = service.metrics.rpartition(":")
-            metrics["RELAUNCH_METRICS"] = f"{host}:{int(port) + number - 1}"
-        yield "worker" if number == 1 else f"worker-{number}", metrics
+            variables["RELAUNCH_METRICS"] = f"{host}:{int(port) + number - 1}"
+        yield "worker" if number == 1 else f"worker-{number}", variables
 
 
 def _announce_workers(service: Service) -> str:
