@@ -111,7 +111,7 @@ def _run_in_thread(work: Callable[[], None], then: Callable[[], None]) -> asynci
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
 
-    def settle(error: Exception | None) -> None:
+    def settle(error: ChannelError | None) -> None:
         then()
         if done.cancelled():
             return
@@ -122,11 +122,13 @@ def _run_in_thread(work: Callable[[], None], then: Callable[[], None]) -> asynci
             done.exception()  # else one that is raised after the timeout is logged
 
     def run() -> None:
-        error: Exception | None = None
+        error: ChannelError | None = None
         try:
             work()
-        except Exception as raised:  # is raised again where it is awaited
+        except ChannelError as raised:
             error = raised
+        except Exception as raised:  # of a library, and its text may repeat the address
+            error = ChannelError(f"it raised {type(raised).__name__}", True)
         try:
             loop.call_soon_threadsafe(settle, error)
         except RuntimeError:  # the worker has ended

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -67,6 +68,12 @@ def webhook(status: int = 200, hangs: bool = False) -> Iterator[Webhook]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def find_port() -> int:
+    """Return a port that is free now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 class _Mailbox:

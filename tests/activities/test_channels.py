@@ -16,11 +16,12 @@ import pytest
 from relaunch.activities import channels
 from relaunch.activities.channels import SIGNATURE, ChannelError, Message, Sender
 from relaunch.spec.fleet import Channel
-from tests.receivers import mail_server, webhook
-from tests.servers import free_port
+from tests.receivers import find_port, mail_server, webhook
 
 MESSAGE = Message("relaunch: job llama has failed", "what failed", {"version": 1, "id": "x/1"})
 PASSWORD = "correct-horse"
+# apprise imports it where Python still has it.
+pytestmark = pytest.mark.filterwarnings("ignore:'imghdr' is deprecated")
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +85,7 @@ async def test_errors_name_the_place_and_repeat_no_secret(
     empty, bad = tmp_path / "empty", tmp_path / "bad"
     empty.write_text("\n")
     bad.write_text(f"gopher://{PASSWORD}")
-    closed = f"http://{PASSWORD}@127.0.0.1:{free_port()}/{PASSWORD}"
+    closed = f"http://{PASSWORD}@127.0.0.1:{find_port()}/{PASSWORD}"
     cases = [
         ({"webhook": closed}, "cannot be reached"),
         ({"webhook": {"file": str(tmp_path / "none")}}, str(tmp_path / "none")),
@@ -93,7 +94,7 @@ async def test_errors_name_the_place_and_repeat_no_secret(
         ({"webhook": closed, "secret": {"env": "NO_SUCH_KEY"}}, "NO_SUCH_KEY"),
         ({"apprise": f"nosuch://{PASSWORD}"}, "apprise does not know"),
         (
-            {"apprise": f"mailto://u:{PASSWORD}@127.0.0.1:{free_port()}?from=a@b.de&to=c@d.de"},
+            {"apprise": f"mailto://u:{PASSWORD}@127.0.0.1:{find_port()}?from=a@b.de&to=c@d.de"},
             "",
         ),
     ]
@@ -105,7 +106,7 @@ async def test_errors_name_the_place_and_repeat_no_secret(
 
 
 async def test_apprise_sends_a_mail() -> None:
-    port = free_port()
+    port = find_port()
     with mail_server(port) as mails:
         await send(apprise=f"mailto://127.0.0.1:{port}?from=relaunch@a.de&to=ada@b.de&format=text")
         (raw,) = mails

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 
 from relaunch.messages.notices import (
     AddressedNotice,
@@ -33,6 +33,7 @@ MAX_SUMMARY = 100
 """Notices of a summary: some 60 KB of JSON. More follow in the next one."""
 MAX_PENDING = 1000
 MAX_OPEN = 2000
+NEVER = datetime.min.replace(tzinfo=UTC)
 RETRY_DELAYS = tuple(timedelta(seconds=seconds) for seconds in (5, 15, 60, 300, 900))
 """A message that no try delivers within these 21 minutes is given up."""
 MAX_RETRIED = 16
@@ -71,16 +72,14 @@ def take(
         under_way: Numbers of the messages that are being sent.
     """
     due = [
-        one
+        replace(one, due=None)
         for one in outbox.deliveries
         if one.number not in under_way and (one.due is None or one.due <= now)
     ]
-    begun = {one.number for one in due}
+    begun = {one.number: one for one in due}
     outbox = replace(
         outbox,
-        deliveries=tuple(
-            replace(one, due=None) if one.number in begun else one for one in outbox.deliveries
-        ),
+        deliveries=tuple(begun.get(one.number, one) for one in outbox.deliveries),
         sent_at=tuple(at for at in outbox.sent_at if now - at < MINUTE),
     )
     outbox = _drop_unknown(outbox)
@@ -231,11 +230,24 @@ def _strip_retries(outbox: Outbox, keys: Collection[str], number: int | None = N
     Messages under way stay as they are.
     """
     deliveries = []
+    opened = {one.key: one for one in outbox.open}
     for delivery in outbox.deliveries:
         if delivery.due is None or number not in (None, delivery.number):
             deliveries.append(delivery)
             continue
-        kept = tuple(one for one in delivery.notices if one.notice.key not in keys)
+        kept = []
+        for one in delivery.notices:
+            key = one.notice.key
+            if key not in keys:
+                kept.append(one)
+            elif one.notice.state == "resolved":
+                # These channels did not get it: they still have the matter as open.
+                missed = one.channels or ()
+                if delivery.channels is not None:
+                    missed = tuple(name for name in missed if name in delivery.channels)
+                before = opened.get(key, OpenNotice(key, NEVER))
+                channels = tuple(dict.fromkeys((*before.channels, *missed)))
+                opened[key] = replace(before, channels=channels)
         if kept:
-            deliveries.append(replace(delivery, notices=kept))
-    return replace(outbox, deliveries=tuple(deliveries))
+            deliveries.append(replace(delivery, notices=tuple(kept)))
+    return replace(outbox, deliveries=tuple(deliveries), open=tuple(opened.values()))
