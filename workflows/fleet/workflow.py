@@ -62,7 +62,7 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.workflows.fleet import commands
     from relaunch.workflows.fleet.details import fleet_details
     from relaunch.workflows.fleet.notices import list_notices, resolve_notice
-    from relaunch.workflows.training_job.notices import tell_people
+    from relaunch.workflows.notifier.tell import tell_people
 
 CHECK_WHILE_WAITED_FOR = timedelta(seconds=10)
 """How often the fleet file is read, and the server is asked which jobs have ended without giving
