@@ -37,6 +37,7 @@ from relaunch.messages.jobs import (
     ReportMessage,
     RetryMessage,
 )
+from relaunch.messages.notices import Notice
 from relaunch.pool.events import RepairResult, RepairStart
 from relaunch.pool.messages import (
     Claim,
@@ -49,7 +50,7 @@ from relaunch.pool.messages import (
 )
 from relaunch.workflows.replay import WORKFLOWS
 
-JOB, FLEET, REPAIR = "TrainingJob", "Fleet", "NodeRepair"
+JOB, FLEET, REPAIR, NOTIFIER = "TrainingJob", "Fleet", "NodeRepair", "Notifier"
 MESSAGES: Mapping[str, Mapping[str, Any]] = {
     JOB: {
         "cancel": CancelMessage,
@@ -77,6 +78,7 @@ MESSAGES: Mapping[str, Mapping[str, Any]] = {
         "apply": ApplyMessage,
     },
     REPAIR: {"permitted": Permit, "answer": AnswerMessage},
+    NOTIFIER: {"post": tuple[Notice, ...]},
 }
 WITHOUT_CONTENT = {JOB: ("claim_again", "upgrade"), FLEET: ("upgrade",), REPAIR: ("upgrade",)}
 """Signals whose content is not read."""
