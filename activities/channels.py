@@ -50,7 +50,7 @@ class Message:
     """The JSON of a webhook."""
 
 
-class Sender:
+class ChannelSender:
     def __init__(self) -> None:
         self._gates: dict[str, asyncio.Semaphore] = {}
 

@@ -14,7 +14,7 @@ from temporalio import activity
 from temporalio.client import Client
 from temporalio.common import WorkflowIDConflictPolicy
 
-from relaunch.activities.channels import SEND_TIMEOUT_S, ChannelError, Message, Sender
+from relaunch.activities.channels import SEND_TIMEOUT_S, ChannelError, ChannelSender, Message
 from relaunch.backends.base import BackendError, Fleets, TellsPeople
 from relaunch.messages.ids import NOTIFIER_ID_PREFIX
 from relaunch.messages.notices import (
@@ -42,7 +42,7 @@ class PeopleActivities:
         self._task_queue = task_queue
         self._web_ui = web_ui.rstrip("/")
         """Address of the web UI; empty: not known."""
-        self._sender = Sender()
+        self._sender = ChannelSender()
 
     @activity.defn
     async def tell_people(self, input: TellPeopleInput) -> str:

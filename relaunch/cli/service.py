@@ -224,8 +224,8 @@ async def serve(
     # The server of one job meets no other build, and to make one current takes it a second.
     command = [*RELAUNCH, "worker", "--near", *(["--no-build"] if is_single else [])]
     workers = [
-        Keeper(name, command, {**environment, **metrics}, service.state / f"{name}.log", say)
-        for name, metrics in _name_workers(service)
+        Keeper(name, command, {**environment, **variables}, service.state / f"{name}.log", say)
+        for name, variables in _name_workers(service)
     ]
     warm = Keeper(
         "warm command line",
@@ -286,7 +286,9 @@ def _make_environment(service: Service) -> dict[str, str]:
 def _name_workers(service: Service) -> Iterator[tuple[str, dict[str, str]]]:
     """Yield the name of each worker, with the variables that no other worker has."""
     for number in range(1, service.workers + 1):
-        variables = {} if "RELAUNCH_WEB_UI" in os.environ else {"RELAUNCH_WEB_UI": service.ui}
+        variables = {}
+        if service.ui_port and not os.environ.get("RELAUNCH_WEB_UI"):
+            variables["RELAUNCH_WEB_UI"] = service.ui
         if service.metrics is not None:
             host, _, port = service.metrics.rpartition(":")
             variables["RELAUNCH_METRICS"] = f"{host}:{int(port) + number - 1}"

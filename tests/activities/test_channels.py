@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from relaunch.activities import channels
-from relaunch.activities.channels import SIGNATURE, ChannelError, Message, Sender
+from relaunch.activities.channels import SIGNATURE, ChannelError, ChannelSender, Message
 from relaunch.spec.fleet import Channel
 from tests.receivers import find_port, mail_server, webhook
 
@@ -30,7 +30,7 @@ def _without_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def send(**channel: Any) -> None:
-    await Sender().send("it", Channel.model_validate(channel), MESSAGE)
+    await ChannelSender().send("it", Channel.model_validate(channel), MESSAGE)
 
 
 async def test_a_webhook_gets_signed_json(tmp_path: Path) -> None:

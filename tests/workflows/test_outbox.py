@@ -90,7 +90,7 @@ class Desk:
         self.now = until
         self.work()
 
-    def said(self, channel: str = "hook") -> list[tuple[str, str]]:
+    def list_sent(self, channel: str = "hook") -> list[tuple[str, str]]:
         return [one for _, to, _, said in self.sent if to == channel for one in said]
 
     def most_in_a_minute(self) -> int:
@@ -108,7 +108,7 @@ def test_a_matter_is_sent_once_and_resolved_once() -> None:
     for state in ("open", "resolved", "resolved"):
         desk.outbox = post(desk.outbox, notice("a", state, START))
         desk.work()
-    assert desk.said() == [("a", "open"), ("a", "resolved")]
+    assert desk.list_sent() == [("a", "open"), ("a", "resolved")]
     assert desk.outbox.open == () == desk.outbox.pending == desk.outbox.deliveries
 
 
@@ -118,7 +118,7 @@ def test_an_open_matter_with_a_later_time_is_sent_again() -> None:
     desk.wait(SECOND)
     desk.post("a")
     desk.post("a", "resolved")
-    assert desk.said() == [("a", "open"), ("a", "open"), ("a", "resolved")]
+    assert desk.list_sent() == [("a", "open"), ("a", "open"), ("a", "resolved")]
 
 
 def test_a_matter_that_was_never_sent_is_not_resolved() -> None:
@@ -134,7 +134,7 @@ def test_500_incidents_in_a_minute_are_at_most_ten_messages() -> None:
         desk.wait(timedelta(seconds=60 / 500))
     assert len({number for _, _, number, _ in desk.sent}) <= MAX_MESSAGES
     desk.wait(2 * MINUTE)
-    assert sorted(desk.said()) == sorted((f"j{number}", "open") for number in range(500))
+    assert sorted(desk.list_sent()) == sorted((f"j{number}", "open") for number in range(500))
     assert desk.most_in_a_minute() <= MAX_MESSAGES
     singles = [said for _, _, _, said in desk.sent if len(said) == 1]
     assert len(singles) >= MAX_SINGLE
@@ -147,10 +147,10 @@ def test_what_is_resolved_before_it_is_sent_is_never_sent() -> None:
     for number in range(500):
         desk.post(f"j{number}", "resolved")
     desk.wait(5 * MINUTE)
-    assert len(desk.said()) == 2 * MAX_SINGLE
+    assert len(desk.list_sent()) == 2 * MAX_SINGLE
     first = [(f"j{number}", "open") for number in range(MAX_SINGLE)]
-    assert desk.said()[:MAX_SINGLE] == first
-    assert {state for _, state in desk.said()[MAX_SINGLE:]} == {"resolved"}
+    assert desk.list_sent()[:MAX_SINGLE] == first
+    assert {state for _, state in desk.list_sent()[MAX_SINGLE:]} == {"resolved"}
 
 
 def test_a_message_that_fails_is_tried_again_and_given_up() -> None:
@@ -158,8 +158,8 @@ def test_a_message_that_fails_is_tried_again_and_given_up() -> None:
     desk.post("a")
     assert [one.channel for one in desk.outbox.failing] == ["bad"]
     desk.wait(sum(RETRY_DELAYS, MINUTE))
-    assert desk.said("good") == [("a", "open")]
-    assert desk.said("bad") == [("a", "open")] * (1 + len(RETRY_DELAYS))
+    assert desk.list_sent("good") == [("a", "open")]
+    assert desk.list_sent("bad") == [("a", "open")] * (1 + len(RETRY_DELAYS))
     assert desk.outbox.deliveries == () and desk.outbox.dropped == 1
     (failing,) = desk.outbox.failing
     assert (failing.channel, failing.failures) == ("bad", 1 + len(RETRY_DELAYS))
@@ -174,8 +174,8 @@ def test_a_channel_that_did_not_get_a_matter_hears_no_more_of_it() -> None:
     desk.post("a", "resolved")
     desk.outcome = lambda _: "done"
     desk.wait(sum(RETRY_DELAYS, MINUTE))
-    assert desk.said("good") == [("a", "open"), ("a", "resolved")]
-    assert desk.said("bad") == [] and desk.outbox.open == ()
+    assert desk.list_sent("good") == [("a", "open"), ("a", "resolved")]
+    assert desk.list_sent("bad") == [] and desk.outbox.open == ()
 
 
 def test_what_resolves_a_matter_waits_for_the_message_under_way() -> None:
@@ -235,7 +235,7 @@ def test_every_channel_hears_each_matter_in_order(seed: int) -> None:
     assert desk.outbox.open == () == desk.outbox.pending == desk.outbox.deliveries
     for channel in desk.channels:
         last: dict[str, str] = {}
-        for key, state in desk.said(channel):
+        for key, state in desk.list_sent(channel):
             assert state == "open" or key in last, "resolved without having been open"
             last[key] = state
         assert set(last.values()) <= {"resolved"}
