@@ -13,8 +13,9 @@ import fcntl
 import logging
 import os
 import shutil
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from hashlib import sha256
@@ -42,6 +43,8 @@ class RunningWatches:
         self._own: Path | None = None
         self._lock: int | None = None
         self.count = 0
+        self._acknowledged: dict[bytes, tuple[str, float]] = {}
+        """By task token: the fleet, and when the server last acknowledged a heartbeat."""
 
     def open(self) -> None:
         """Begin to record. If the folder cannot be written, say so and go on without: a successor
@@ -61,18 +64,35 @@ class RunningWatches:
         self._own = own
 
     @contextmanager
-    def record(self, task_token: bytes) -> Iterator[None]:
+    def record(self, task_token: bytes, fleet: str) -> Iterator[None]:
         """Record a watch for as long as it runs."""
         file = None if self._own is None else self._own / sha256(task_token).hexdigest()
         self.count += 1
+        self._acknowledged[task_token] = fleet, time.monotonic()
         try:
             if file is not None:
                 file.write_bytes(task_token)
             yield
         finally:
             self.count -= 1
+            del self._acknowledged[task_token]
             if file is not None:
                 file.unlink(missing_ok=True)
+
+    def acknowledge(self, task_token: bytes) -> None:
+        """Note that the server has acknowledged a heartbeat of a watch just now."""
+        fleet, _ = self._acknowledged[task_token]
+        self._acknowledged[task_token] = fleet, time.monotonic()
+
+    def list_lags(self) -> Mapping[str, list[float]]:
+        """Return, by fleet, how many seconds ago each watch had a heartbeat acknowledged.
+
+        One that has had none yet counts from its begin.
+        """
+        now, lags = time.monotonic(), dict[str, list[float]]()
+        for fleet, at in self._acknowledged.values():
+            lags.setdefault(fleet, []).append(now - at)
+        return lags
 
     async def take_over(self, client: Client) -> int:
         """Report the watches of dead workers to the server as failed. Return their number."""

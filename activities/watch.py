@@ -78,7 +78,7 @@ class WatchActivities:
             pace = replace(before.pace, step=None, highest=None, position=None, advanced_at=None)
         gang = WatchedShard(input, pace, before)
         try:
-            with self._running.record(info.task_token):
+            with self._running.record(info.task_token, input.fleet):
                 return await self._watch(gang, info.task_token)
         except ExceptionGroup as group:
             # Not `except*`: in Python 3.11.2, that of Debian 12, it wraps what its body raises.
@@ -167,6 +167,7 @@ class WatchActivities:
                     error,
                 )
             else:
+                self._running.acknowledge(task_token)
                 due = renewed_at + renewal_interval(gang.input.timeouts) - interval / 2
                 if stamps and read_boot_clock() >= due:
                     await gang.renew(stamps)

@@ -55,7 +55,7 @@ class Settings(BaseModel):
     """Seconds to wait for an answer that a node can give at once; a node that takes longer counts
     as unreachable for that call."""
     metrics: str | None = None
-    """host:port on which the worker serves Prometheus metrics."""
+    """IP address and port on which the worker serves Prometheus metrics."""
     web_ui: str | None = None
     """Address of Temporal's web UI as people reach it, for links in notices: `http://ui:8080`."""
     temporal_bin: Path | None = None

@@ -37,6 +37,7 @@ from relaunch.activities.notify import PeopleActivities
 from relaunch.activities.records import RecordActivities
 from relaunch.activities.repairs import RepairActivities
 from relaunch.activities.running_watches import RunningWatches
+from relaunch.activities.sampler import StateSampler
 from relaunch.activities.task_events import TaskEvents
 from relaunch.activities.watch import WatchActivities
 from relaunch.backends.artifact import build_agent
@@ -53,6 +54,7 @@ from relaunch.workflows.fleet.workflow import Fleet
 from relaunch.workflows.node_repair.workflow import NodeRepair
 from relaunch.workflows.notifier.workflow import Notifier
 from relaunch.workflows.runner import TaskRunner
+from relaunch.workflows.training_job.metrics import BUCKETS
 from relaunch.workflows.training_job.workflow import TrainingJob
 
 WORKFLOW_TASKS = 8
@@ -325,10 +327,12 @@ async def serve(settings: Settings, build: str | None, is_near: bool = False) ->
     running.open()
     gc.freeze()
     gc.enable()
-    taking_over: asyncio.Task[None] | None = None
+    others: list[asyncio.Task[None]] = []
     try:
         async with make_worker(client, settings, fleets, build, running, is_near=is_near):
-            taking_over = asyncio.create_task(_take_over_watches(client, running))
+            others.append(asyncio.create_task(_take_over_watches(client, running)))
+            if settings.metrics:
+                others.append(asyncio.create_task(_sample(client, settings, fleets, running)))
             logging.getLogger("relaunch").info(
                 "worker of %s serves task queue %s, fleets %s",
                 f"build {build}" if build else "no build",
@@ -342,7 +346,7 @@ async def serve(settings: Settings, build: str | None, is_near: bool = False) ->
             if one.done():
                 one.result()  # raises unexpected errors
     finally:
-        ending = [*background, *([taking_over] if taking_over else [])]
+        ending = [*background, *others]
         for one in ending:
             one.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
@@ -360,6 +364,18 @@ async def _take_over_watches(client: Client, running: RunningWatches) -> None:
         except (OSError, RPCError) as error:
             logging.getLogger("relaunch").warning("watches are taken over later: %s", error)
         await asyncio.sleep(TAKE_OVER_INTERVAL_S)
+
+
+async def _sample(
+    client: Client, settings: Settings, fleets: WorkerFleets, running: RunningWatches
+) -> None:
+    """Set the gauges of /metrics. An error ends the sampling, as its age shows, not the worker."""
+    meter = Runtime.default().metric_meter
+    sampler = StateSampler(client, settings.task_queue, lambda: fleets.specs, running, meter)
+    try:
+        await sampler.run()
+    except Exception:
+        logging.getLogger("relaunch").exception("the state of fleets and jobs is not sampled")
 
 
 def _make_background_tasks(
@@ -388,6 +404,24 @@ def _get_event_queue(fleets: WorkerFleets, name: str) -> EventQueue | None:
 
     backend = fleets.backends[name]
     return backend.events() if isinstance(backend, EcsBackend) else None
+
+
+def _serve_metrics(address: str | None) -> Runtime:
+    """Return the SDK's runtime, which serves metrics at an address, or none.
+
+    Raises:
+        ConfigError: it cannot listen there.
+    """
+    if address is None:
+        return _make_runtime(TelemetryConfig())
+    metrics = PrometheusConfig(address, histogram_bucket_overrides=BUCKETS)
+    try:
+        return _make_runtime(TelemetryConfig(metrics=metrics))
+    except ValueError as error:
+        raise ConfigError(
+            f"setting metrics is {address!r}: {error}; expected an IP address of this machine and"
+            " a port that no other worker has, such as 127.0.0.1:9464"
+        ) from None
 
 
 def _make_runtime(telemetry: TelemetryConfig) -> Runtime:
@@ -440,8 +474,7 @@ def main() -> int:
         logging.basicConfig(
             level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
         )
-        metrics = PrometheusConfig(bind_address=settings.metrics) if settings.metrics else None
-        Runtime.set_default(_make_runtime(TelemetryConfig(metrics=metrics)))
+        Runtime.set_default(_serve_metrics(settings.metrics))
         build = None if arguments.no_build else settings.build or build_id()
         asyncio.run(serve(settings, build, arguments.near))
     except ConfigError as error:

@@ -6,14 +6,19 @@ What changed is served, what cannot be used changes nothing.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from temporalio.client import Client
 from temporalio.runtime import TelemetryConfig
 
+from relaunch.activities.running_watches import RunningWatches
+from relaunch.activities.sampler import StateSampler
 from relaunch.backends.base import (
     Backend,
     Preparation,
@@ -23,10 +28,17 @@ from relaunch.backends.base import (
     StopProof,
     identity,
 )
-from relaunch.config import Settings
+from relaunch.config import ConfigError, Settings
 from relaunch.generation import Token
 from relaunch.temporal import read_server_id
-from relaunch.worker import SDK_THREADS, WorkerFleets, _make_runtime, make_fleets
+from relaunch.worker import (
+    SDK_THREADS,
+    WorkerFleets,
+    _make_runtime,
+    _sample,
+    _serve_metrics,
+    make_fleets,
+)
 from tests.servers import start_dev_server
 
 FLEET = """\
@@ -121,6 +133,32 @@ def test_every_backend_orders_for_the_workers_server_also_later(
     fleets.reload("lab")
     assert len(fleets.replaced) == 1
     assert fleets.backend("lab").server == "6c1e9ba4"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:{taken}", "localhost:{taken}"])
+def test_an_unusable_address_of_metrics_is_one_sentence(address: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        wanted = address.format(taken=taken.getsockname()[1])
+        with pytest.raises(ConfigError, match=f"setting metrics is '{wanted}': .*; expected an IP"):
+            _serve_metrics(wanted)
+
+
+async def test_an_error_of_the_sampler_ends_the_sampling_only(
+    fleets: WorkerFleets,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def fail(self: StateSampler) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(StateSampler, "sample", fail)
+    client = cast(Client, SimpleNamespace(namespace="default"))
+    settings = Settings(state=tmp_path, metrics="127.0.0.1:9464")
+    await _sample(client, settings, fleets, RunningWatches(tmp_path))
+    assert "is not sampled" in caplog.text and "a bug" in caplog.text
 
 
 async def test_a_second_controller_of_the_same_names_is_refused(

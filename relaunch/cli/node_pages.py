@@ -13,24 +13,20 @@ from urllib.parse import quote
 from relaunch.cli import gpu_views
 from relaunch.cli.job_views import age, names
 from relaunch.cli.node_views import (
-    STATES,
-    Tenant,
     find_reason,
     format_since,
     health,
     health_text,
     iso,
-    jobs_on,
-    node_state,
     repair_ids,
     rows,
-    tenants,
 )
 from relaunch.evidence.findings import Verdict
 from relaunch.fields import duration
 from relaunch.pool.events import FleetFileContent
 from relaunch.pool.messages import Healing
 from relaunch.pool.state import ClaimRecord, FleetState, Mark, NodeRecord, PastReason
+from relaunch.pool.tenants import STATES, Tenant, jobs_on, node_state, tenants
 from relaunch.spec.fleet import FleetLimits, FleetNode
 from relaunch.text import count_noun
 

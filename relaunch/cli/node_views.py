@@ -7,64 +7,20 @@ keys may be added, never renamed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
 from relaunch.cli import gpu_views
 from relaunch.cli.job_views import age, names
 from relaunch.evidence.findings import Verdict
-from relaunch.pool.messages import Place
 from relaunch.pool.state import FleetState, Mark, NodeRecord, NodeStatus
+from relaunch.pool.tenants import Tenant, jobs_on, node_state, tenants
 from relaunch.text import count_noun
 
-STATES = ("free", "busy", "suspect", "repairing", "quarantined", "draining", "silent", "held")
 TITLES = ("NODE", "STATE", "JOB", "GPUS", "HEALTH", "HISTORY", "REASON")
 RECENT = timedelta(hours=24)
 """The period in which marks of several jobs together make a node suspect."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tenant:
-    """A job that has a node or a part of it, or is offered it."""
-
-    job: str
-    submission: int
-    place: Place | None
-    """None: its ranks run there without a claim on the node."""
-    offered: datetime | None = None
-    """Set if the job is only offered the node in order to grow: the node is reserved for it until
-    then."""
-
-
-Tenants = Mapping[str, tuple[Tenant, ...]]
-
-
-def tenants(state: FleetState) -> Tenants:
-    """Return the tenants of each node: by their claims, else as the node's agent reports."""
-    found: dict[str, list[Tenant]] = {}
-    for record in state.claims:
-        for place in record.places:
-            found.setdefault(place.node, []).append(
-                Tenant(record.claim.job, record.claim.submission, place)
-            )
-    for node in state.nodes:
-        here = found.setdefault(node.name, [])
-        here += [
-            Tenant(offer.job, offer.submission, place, offer.until)
-            for offer in state.offers
-            for place in offer.places
-            if place.node == node.name
-        ]
-        for living in node.probe.generations if node.probe else ():
-            if all(tenant.job != living.job for tenant in here):
-                here.append(Tenant(living.job, living.submission, None))
-    return {node: tuple(here) for node, here in found.items()}
-
-
-def jobs_on(here: Sequence[Tenant]) -> list[str]:
-    return list(dict.fromkeys(tenant.job for tenant in here if tenant.offered is None))
 
 
 def gpus_used(record: NodeRecord, here: Sequence[Tenant]) -> int:
@@ -80,19 +36,6 @@ def gpus_used(record: NodeRecord, here: Sequence[Tenant]) -> int:
         for tenant in here
     ]
     return len(set[int]().union(*shares))
-
-
-def node_state(record: NodeRecord, here: Sequence[Tenant]) -> str:
-    """Return one of STATES; what keeps the node from jobs takes precedence."""
-    if record.drain is not None and jobs_on(here):
-        return "draining"
-    if record.status is not NodeStatus.IN_SERVICE:
-        return str(record.status)
-    if record.repair:
-        return "repairing"
-    if record.probe is None or record.probe.silent:
-        return "silent"
-    return "held" if record.probe.busy else "busy" if jobs_on(here) else "free"
 
 
 def health(record: NodeRecord) -> tuple[Verdict, str]:

@@ -70,6 +70,7 @@ def nodes_show(
     """Show all that a fleet knows of one node. Without a node: the fleet's limits, its breaker,
     which jobs wait, and what people did."""
     from relaunch.cli import fleets, node_pages, node_views
+    from relaunch.pool.tenants import tenants
 
     async def work(client: Client, settings: Settings) -> tuple[FleetState, str | None]:
         from relaunch.temporal import find_running_up
@@ -88,7 +89,7 @@ def nodes_show(
         )
         return
     record = fleets.node_of(state, node)
-    here = node_views.tenants(state).get(node, ())
+    here = tenants(state).get(node, ())
     if as_json:
         print_json({**node_views.row(record, here), **node_pages.node_more(record, here)})
     else:

@@ -113,6 +113,7 @@ def policy_view(name: str, policy: Policy, only: Cause | None) -> dict[str, Any]
             else policy.no_progress_stop,
             "no_progress_ask": None if policy.no_progress_ask == "off" else policy.no_progress_ask,
             "startup_stop": None if policy.startup_stop == "off" else policy.startup_stop,
+            "unanswered": policy.unanswered,
             "healthy_for": policy.healthy_for.total_seconds(),
             "grow_after": None if policy.grow_after == "off" else policy.grow_after.total_seconds(),
         },
@@ -197,7 +198,8 @@ def _rung(policy: Policy, rung: Rung) -> str:
     if rung.strategy is Strategy.ASK:
         return (
             f"{head}a person decides; without an answer within "
-            f"{duration(policy.timeouts.answer_within)} the job fails"
+            f"{duration(policy.timeouts.answer_within)} "
+            + ("the job fails" if policy.unanswered == "fail" else "people are reminded")
         )
     parts = [_tries(rung)]
     if rung.delay:

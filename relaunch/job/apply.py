@@ -496,6 +496,7 @@ def apply_decision(job: JobState, decision: Decision, now: datetime) -> JobState
                 reason=decision.reason,
                 next=Next(decision.next, decision.until),
                 snoozed=snoozed,
+                reminders=decision.reminders,
             )
         case Ask():
             job = replace(
@@ -504,6 +505,7 @@ def apply_decision(job: JobState, decision: Decision, now: datetime) -> JobState
                 reason=decision.reason,
                 asked=decision,
                 snoozed=False,
+                reminders=decision.reminders,
             )
             until = None if decision.waits else now + job.policy.timeouts.answer_within
             return replace(job, next=Next(_describe_question(job), until))
@@ -537,8 +539,16 @@ def _describe_question(job: JobState) -> str:
     parts = [asked.question]
     parts += [f"If approved, it is launched {approval}."] if approval else []
     if not asked.waits:
-        parts += [f"Without an answer: {'a reminder' if job.lost else 'the job fails'}"]
+        parts += [f"Without an answer: {_describe_silence(job)}"]
     return " ".join(parts)
+
+
+def _describe_silence(job: JobState) -> str:
+    if job.lost:
+        return "a reminder"
+    if job.policy.unanswered == "fail":
+        return "the job fails"
+    return "a reminder" if job.reminders else "a reminder, and the job gives its nodes back"
 
 
 def _renew_asking_count(job: JobState, now: datetime) -> JobState:

@@ -143,13 +143,7 @@ def decide(job: JobState, event: Event, diagnosis: Diagnosis | None, now: dateti
             # The fleet repeats this when something has changed; the deadline stays the same.
             waits = job.phase is Phase.WAITING_FOR_NODES and job.next.at is not None
             until = job.next.at if waits else now + job.policy.timeouts.answer_within
-            return Wait(
-                Phase.WAITING_FOR_NODES,
-                event.reason,
-                next="ranks are launched as soon as the fleet has enough nodes for it; after the "
-                "deadline a person is asked",
-                until=until,
-            )
+            return _wait_for_nodes(job, event.reason, until, job.reminders if waits else 0)
         case NodesOffered():
             return _decide_on_offer(job, event, now)
         case NodesGranted():
@@ -448,6 +442,9 @@ def _decide_on_deadline(job: JobState, now: datetime) -> Decision:
                 question=f"wait on, `nodes declare-dead` it, or {ANSWERS}?",
                 without=_find_named(job),
             )
+        case Phase.WAITING_FOR_NODES if job.policy.unanswered == "remind":
+            until = now + job.policy.timeouts.answer_within
+            return _wait_for_nodes(job, job.reason, until, job.reminders + 1)
         case Phase.WAITING_FOR_NODES:
             return Ask(
                 "the fleet had not enough nodes for it within "
@@ -461,7 +458,10 @@ def _decide_on_deadline(job: JobState, now: datetime) -> Decision:
                 f"{_describe_lost(job, 'still does not answer')}, and no person has answered",
                 question=f"`nodes declare-dead` it, or {ANSWERS}?",
                 without=_find_named(job),
+                reminders=job.reminders + 1,
             )
+        case Phase.WAITING_FOR_PERSON if job.policy.unanswered == "remind" and job.asked:
+            return replace(job.asked, reminders=job.reminders + 1)
         case Phase.WAITING_FOR_PERSON:
             return Stop(
                 Phase.FAILED,
@@ -470,6 +470,18 @@ def _decide_on_deadline(job: JobState, now: datetime) -> Decision:
             )
         case _:
             return Ignore(f"nothing waits in phase {job.phase}")
+
+
+def _wait_for_nodes(job: JobState, reason: str, until: datetime | None, reminders: int) -> Wait:
+    deadline = "people are reminded" if job.policy.unanswered == "remind" else "a person is asked"
+    return Wait(
+        Phase.WAITING_FOR_NODES,
+        reason,
+        next="ranks are launched as soon as the fleet has enough nodes for it; after the deadline "
+        + deadline,
+        until=until,
+        reminders=reminders,
+    )
 
 
 def check_declaration(job: JobState, node: str) -> str:

@@ -185,6 +185,8 @@ class Wait:
     next: str
     """What happens when the wait ends without a further event."""
     until: datetime | None = None
+    reminders: int = 0
+    """As in `JobState`."""
     kind: Literal["Wait"] = "Wait"
 
 
@@ -210,6 +212,8 @@ class Ask:
     """The cause whose ladder asks: an approval begins its tries again. None: no ladder asks."""
     free: FreeNodes | None = None
     """What the fleet had to replace those nodes; None: not known (yet)."""
+    reminders: int = 0
+    """As in `JobState`."""
     kind: Literal["Ask"] = "Ask"
 
 
@@ -504,6 +508,8 @@ class JobState:
     """The last question to a person, in its original form (before any snooze)."""
     snoozed: bool = False
     """Whether a person snoozed the question; at the end of the wait it is asked again."""
+    reminders: int = 0
+    """How many times `answer_within` has passed since the job waits for nodes or for an answer."""
     deferred_fault: Diagnosis | None = None
     """A fault that waits for a lost node: nothing can be launched while ranks there may run."""
     recovering: Recovery | None = None

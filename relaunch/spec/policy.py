@@ -260,10 +260,7 @@ class Timeouts(StrictModel):
     not.
     """
     answer_within: Duration = timedelta(hours=24)
-    """How long to wait for nodes or for an answer.
-
-    Then a person is asked, or the job fails, respectively.
-    """
+    """How long to wait for nodes or for an answer, until what `unanswered` says."""
 
     @property
     def valid_for(self) -> timedelta:
@@ -288,6 +285,12 @@ class Policy(StrictModel):
 
     progress: training that passes the step it had reached. Tries within a window count until it
     is over, and beyond it until then. never: nothing, and windows end by time alone.
+    """
+    unanswered: Literal["remind", "fail"] = "remind"
+    """What follows when `answer_within` passes without an answer, or without nodes.
+
+    remind: people are reminded, and the job waits on; it gives back the nodes that it holds while a
+    person is asked. fail: a job without nodes asks a person, one without an answer fails.
     """
     no_progress_stop: Annotated[int, Field(ge=1)] | Literal["off"] = 3
     no_progress_ask: Annotated[int, Field(ge=1, le=KEPT_TRIES)] | Literal["off"] = "off"

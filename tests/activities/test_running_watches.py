@@ -21,8 +21,8 @@ from pathlib import Path
 from relaunch.activities.running_watches import RunningWatches
 running = RunningWatches(Path(sys.argv[1]))
 running.open()
-with running.record(b"first"), running.record(b"second"):
-    with running.record(b"ended"):
+with running.record(b"first", "lab"), running.record(b"second", "lab"):
+    with running.record(b"ended", "lab"):
         pass
     print("watches", flush=True)
     time.sleep(1000)
@@ -86,7 +86,7 @@ async def test_without_a_folder_watches_run_and_the_log_says_so(
     running = RunningWatches(blocked)
     running.open()
     assert "watches are not recorded" in caplog.text
-    with running.record(b"one"):
+    with running.record(b"one", "lab"):
         assert running.count == 1
     assert await running.take_over(cast(Client, Server())) == 0
     assert os.listdir(tmp_path) == ["file"]

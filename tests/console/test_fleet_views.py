@@ -21,7 +21,7 @@ from relaunch.cli.node_pages import (
     node_lines,
     node_more,
 )
-from relaunch.cli.node_views import STATES, print_nodes, rows, table_row, tenants
+from relaunch.cli.node_views import print_nodes, rows, table_row
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Verdict
 from relaunch.pool.events import FleetFileContent
@@ -36,6 +36,7 @@ from relaunch.pool.state import (
     OfferRecord,
     PastReason,
 )
+from relaunch.pool.tenants import STATES, tenants
 from relaunch.spec.fleet import FleetLimits
 from relaunch.spec.policy import Strategy
 from tests.console.fake_fleet import T0, claim, fleet, living, mark, node, silent

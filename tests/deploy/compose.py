@@ -21,6 +21,7 @@ FILE: dict[str, Any] = yaml.safe_load(COMPOSE.read_text())
 SERVICES: dict[str, dict[str, Any]] = FILE["services"]
 WORKERS = ("worker-a", "worker-b")
 ONE_SHOT = ("schema", "namespace")
+METRICS = ("prometheus", "alertmanager", "grafana")
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 PAGE = (ROOT / "docs" / "compose.md").read_text()
 FILES_ON_THE_PAGE = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)

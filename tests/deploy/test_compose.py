@@ -19,6 +19,7 @@ from tests.deploy.compose import (
     COMPOSE,
     DOCKERFILE,
     FILE,
+    METRICS,
     ONE_SHOT,
     PAGE,
     ROOT,
@@ -88,7 +89,7 @@ def test_every_image_is_pinned() -> None:
     for image in images:
         tag = image.rpartition(":")[2]
         assert ":" in image, image
-        assert re.match(r"\d+\.\d+", tag), image
+        assert re.match(r"v?\d+\.\d+", tag), image
 
 
 def test_server_and_schema_are_of_the_version_that_up_embeds() -> None:
@@ -145,11 +146,14 @@ def test_a_container_has_longer_to_stop_than_a_worker_needs() -> None:
         assert "RELAUNCH_GRACEFUL_SHUTDOWN" not in SERVICES[name]["environment"]
 
 
-def test_only_the_web_ui_and_a_loopback_frontend_are_published() -> None:
+def test_only_the_web_ui_can_be_published_beyond_loopback() -> None:
     published = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
     assert published == {
         "temporal": ["127.0.0.1:7233:7233"],
         "ui": ["${UI_ADDRESS:-127.0.0.1:8080}:8080"],
+        "prometheus": ["127.0.0.1:9090:9090"],
+        "alertmanager": ["127.0.0.1:9093:9093"],
+        "grafana": ["127.0.0.1:3000:3000"],
     }
 
 
@@ -169,6 +173,21 @@ def test_nothing_is_privileged() -> None:
         assert SERVICES[name]["cap_drop"] == ["ALL"]
         assert SERVICES[name]["security_opt"] == ["no-new-privileges:true"]
     assert re.findall(r"^USER (\S+)$", DOCKERFILE, re.MULTILINE) == ["relaunch"]
+
+
+def test_services_of_metrics_are_optional_and_confined() -> None:
+    assert tuple(name for name, service in SERVICES.items() if "profiles" in service) == METRICS
+    for name in METRICS:
+        service = SERVICES[name]
+        assert service["profiles"] == ["metrics"]
+        assert service["read_only"] is True
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+        assert re.fullmatch(r"\d+[mg]", service["mem_limit"]), name
+        assert 0 < service["pids_limit"] <= 200, name
+        assert name not in {on for one in SERVICES.values() for on in one.get("depends_on", {})}
+        written = [volume for volume in service["volumes"] if isinstance(volume, str)]
+        assert len(written) == 1, "one volume that it writes"
 
 
 def test_the_password_is_a_file_and_workers_do_not_have_it() -> None:
@@ -203,7 +222,7 @@ def test_what_is_mounted_is_here_or_is_said_to_be_filled_in() -> None:
                 "else a folder of root appears where one was forgotten"
             )
             source = ROOT / volume["source"]
-            assert source.is_file() or source.name in ignored, volume["source"]
+            assert source.exists() or source.name in ignored, volume["source"]
     for folder in ignored:
         assert f"deploy/compose/{folder}" in PAGE
 

@@ -16,6 +16,7 @@ import pytest
 import pytest_asyncio
 
 from relaunch.cli import fleets, jobs, node_views
+from relaunch.pool.tenants import tenants
 from tests.chaos.world import FLEET, QUEUE, Job, World, eventually
 from tests.e2e.test_nodes import starter
 
@@ -192,7 +193,7 @@ async def test_a_terminated_fleet_asks_jobs_what_they_hold_first(
     second = await world.submit()
 
     async def knows() -> bool:
-        here = node_views.tenants(await fleets.read(world.client, QUEUE, FLEET)).get("n1", ())
+        here = tenants(await fleets.read(world.client, QUEUE, FLEET)).get("n1", ())
         return [(one.job, one.place is not None) for one in here] == [(job.name, True)]
 
     await eventually(knows, "the job has not said what it holds", pause=0.5)

@@ -101,7 +101,7 @@ def test_an_elastic_job_needs_no_other_node_for_an_approval() -> None:
 
 
 def test_a_question_that_names_no_node_says_nothing_of_nodes() -> None:
-    job = replace(running(), phase=Phase.WAITING_FOR_NODES)
+    job = replace(running(policy=policy(unanswered="fail")), phase=Phase.WAITING_FOR_NODES)
     job, asked = step(job, DeadlinePassed(), at(99999))
     assert isinstance(asked, Ask)
     assert (asked.without, describe_approval(job)) == ((), "")
@@ -233,7 +233,46 @@ def test_a_snoozed_question_comes_back_and_does_not_end_the_job(
     assert decision == before.asked
     assert (job.reason, job.next.what) == (before.reason, before.next.what)
     assert job.next.at == at(7000) + ASKS.timeouts.answer_within
-    assert isinstance(step(job, DeadlinePassed(job.next.at), at(99999))[1], Stop)
+    assert step(job, DeadlinePassed(job.next.at), at(99999))[1] == replace(
+        before.asked, reminders=1
+    )
+
+
+def test_a_question_without_an_answer_is_asked_again_and_again() -> None:
+    before = asking()
+    job, question = before, before.asked
+    assert question is not None
+    for number in range(1, 4):
+        assert job.next.at is not None
+        late = job.next.at
+        job, decision = step(job, DeadlinePassed(late), late)
+        assert decision == replace(question, reminders=number)
+        assert (job.phase, job.reason) == (Phase.WAITING_FOR_PERSON, before.reason)
+        assert (job.reminders, job.next.at) == (number, late + ASKS.timeouts.answer_within)
+    launched, decision = step(job, Answered("approve", "", "ada"), at(999_999))
+    assert isinstance(decision, Relaunch)
+    assert launched.phase is Phase.LAUNCHING
+
+
+def test_a_job_without_nodes_waits_on_and_counts_its_reminders() -> None:
+    launching = replace(running(), phase=Phase.LAUNCHING)
+    job, _ = step(launching, NodesMissing("1 of 2"), at(10))
+    assert (job.phase, job.reminders, job.next.at) == (Phase.WAITING_FOR_NODES, 0, at(86_410))
+    job, decision = step(job, DeadlinePassed(at(86_410)), at(86_410))
+    assert isinstance(decision, Wait)
+    assert (job.phase, job.reminders, job.next.at) == (Phase.WAITING_FOR_NODES, 1, at(172_810))
+    # The fleet says again why: neither the deadline nor the count begins again.
+    job, _ = step(job, NodesMissing("0 of 2"), at(90_000))
+    assert (job.reason, job.reminders, job.next.at) == ("0 of 2", 1, at(172_810))
+
+
+def test_a_policy_may_end_jobs_whose_questions_no_one_answers() -> None:
+    job = replace(running(policy=policy(unanswered="fail")), phase=Phase.LAUNCHING)
+    job, _ = step(job, NodesMissing("1 of 2"), at(10))
+    job, decision = step(job, DeadlinePassed(at(86_410)), at(86_410))
+    assert isinstance(decision, Ask) and job.phase is Phase.WAITING_FOR_PERSON
+    job, decision = step(job, DeadlinePassed(at(172_810)), at(172_810))
+    assert isinstance(decision, Stop) and decision.phase is Phase.FAILED
 
 
 def test_a_taken_over_job_has_no_deadline_until_a_person_answers(

@@ -206,7 +206,7 @@ def failing() -> JobState:
                 (this(NodesMissing("1 of 2")), "WAIT WAITING_FOR_NODES"),
             ),
             this(DeadlinePassed()),
-            "ASK",
+            "WAIT WAITING_FOR_NODES",
             id="nodes that never came",
         ),
         pytest.param(

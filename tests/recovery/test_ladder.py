@@ -445,10 +445,10 @@ def test_the_job_ends_with_the_exit_code_of_its_rank(exit_code: int | None, ends
     assert isinstance(decision, Stop) and decision.exit_code == ends_as
 
 
-def test_a_job_that_asks_and_hears_nothing_fails() -> None:
+def test_a_job_that_asks_and_hears_nothing_asks_again() -> None:
     job = walk(running(policy=rungs(ASK)), (raised(), "ASK"))
     assert (job.phase, job.next.at) == (Phase.WAITING_FOR_PERSON, at(86400))
-    walk(job, (this(DeadlinePassed()), "FAILED 1"))
+    walk(job, (this(DeadlinePassed()), "ASK"))
 
 
 def test_a_cause_without_a_ladder_uses_unknowns_and_counts_alone() -> None:

@@ -343,9 +343,10 @@ def test_the_same_fault_over_and_over_ends_under_any_policy(
 def repeat(run: Run, fault: Callable[[Run], Event]) -> set[Cause]:
     """Fail in the same way whenever it runs, ten seconds later; nothing is ever reached.
 
+    It ends with the job, or when a person is asked for an answer or reminded of missing nodes.
     Return the causes that no budget bounds.
     """
-    while run.job.ending is None and run.job.phase is not Phase.WAITING_FOR_PERSON:
+    while not (run.job.ending or run.job.phase is Phase.WAITING_FOR_PERSON or run.job.reminders):
         takes = [take for turn in run.turns if (take := taken_in(turn)) is not None]
         causes = {take.cause for take in takes}
         if for_ever := {cause for cause in causes if most_tries(run.job.policy, cause) is None}:

@@ -311,8 +311,16 @@ def test_an_unanswered_examination_is_unknown_an_answer_counts(snapshot: Snapsho
     assert found[-1].decision.reason == snapshot
 
 
-def test_a_person_who_does_not_answer_in_time_finds_a_failed_job() -> None:
+def test_a_late_answer_finds_the_question_or_a_failed_job() -> None:
     rules = application({"strategy": "ASK"}, timeouts={"answer_within": "2h"})
+    late = (12 * 3600, RetryRequested("fixed", "ada"))
+    turns = rehearsed(rules, (60, boom(CURRENT, 60)), late)[3:]
+    assert turns[:2] == [
+        (60 + 7200, "DeadlinePassed", "Ask"),
+        (60 + 2 * 7200, "DeadlinePassed", "Ask"),
+    ]
+    assert (12 * 3600, "RetryRequested", "Relaunch") in turns
+    rules = application({"strategy": "ASK"}, timeouts={"answer_within": "2h"}, unanswered="fail")
     asked, day = (60, "FaultObserved", "Ask"), 86400
     assert rehearsed(rules, (60, boom(CURRENT, 60)), (3600, RetryRequested("fixed", "ada")))[
         2:4

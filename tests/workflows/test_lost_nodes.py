@@ -342,10 +342,14 @@ async def test_a_node_silent_at_prepare_with_no_ranks_is_replaced(
         assert list(rig.launches()) == [2]
 
 
-async def test_when_no_person_answers_in_time_the_job_fails(make_rig: MakeRig) -> None:
+async def test_a_policy_may_fail_jobs_that_no_person_answers(make_rig: MakeRig) -> None:
     async with make_rig(Script((Exit(rank=0),))) as rig:
         job = await rig.submit(
-            policy({"answer_within": "3s"}, causes={"APPLICATION": [{"strategy": "ASK"}]})
+            policy(
+                {"answer_within": "3s"},
+                causes={"APPLICATION": [{"strategy": "ASK"}]},
+                unanswered="fail",
+            )
         )
         await job.until_phase(Phase.WAITING_FOR_PERSON)
         result = await job.result()

@@ -9,7 +9,7 @@ import pytest
 from temporalio.api.enums.v1 import EventType
 
 from relaunch.job.state import Phase
-from tests.fakes.nodes import Exit, Script, SimulatedBackend
+from tests.fakes.nodes import Cut, Exit, Script, SimulatedBackend
 from tests.workflows.conftest import MakeRig
 from tests.workflows.rig import PATIENCE, Job, policy
 
@@ -69,6 +69,50 @@ async def test_s1_7_people_hear_of_a_question_and_after_a_snooze_again(
         ]
 
 
+async def test_a_question_left_unanswered_frees_nodes_and_ends_no_job(
+    make_rig: MakeRig,
+) -> None:
+    async with make_rig(Script((Exit(generation=1, rank=0, exit_code=1),))) as rig:
+        asks = await rig.submit(policy({"answer_within": "5s"}, causes=ASK), name="asks")
+        await asks.until_phase(Phase.WAITING_FOR_PERSON)
+        waits = await rig.submit(policy(), name="waits")
+        # Only now has the first job given back its nodes.
+        await waits.until_phase(Phase.RUNNING)
+        state = await asks.until(lambda s: s.reminders > 1, "reminded twice")
+        assert state.phase is Phase.WAITING_FOR_PERSON
+        await waits.handle.signal("cancel")
+        assert (await waits.result()).phase is Phase.CANCELLED
+        await asks.handle.execute_update("answer", {"decision": "approve", "by": "ada"})
+        state = await asks.until_phase(Phase.RUNNING, 2)
+        assert state.reminders == 0
+        resolved = "relaunch: resolved: job asks waits for no person any more"
+        await _until_subject(rig.backend, resolved)
+        subjects = [subject for subject, _ in rig.backend.told]
+        assert subjects[0] == "relaunch: job asks waits for a person"
+        assert set(subjects[1:-1]) == {"relaunch: job asks still waits for a person"}
+        assert subjects[-1] == resolved
+        await asks.handle.signal("cancel")
+        assert (await asks.result()).phase is Phase.CANCELLED
+
+
+async def test_people_are_reminded_of_a_job_that_waits_for_nodes(make_rig: MakeRig) -> None:
+    script = Script((Cut(generation=1, node="n2", when="prepare"),))
+    async with make_rig(script, name="scarce") as rig:
+        job = await rig.submit(policy({"answer_within": "3s"}), name="scarce")
+        await job.until_phase(Phase.WAITING_FOR_NODES)
+        await _until_told(rig.backend, 1)
+        subject, text = rig.backend.told[0]
+        assert subject == "relaunch: job scarce still waits for nodes"
+        assert "relaunch nodes list" in text and "relaunch cancel scarce" in text
+        rig.backend.heal("n2")
+        await job.until_phase(Phase.RUNNING)
+        await _until_subject(
+            rig.backend, "relaunch: resolved: job scarce waits for no nodes any more"
+        )
+        await job.handle.signal("cancel")
+        assert (await job.result()).phase is Phase.CANCELLED
+
+
 async def test_s1_7_a_job_that_succeeds_or_is_cancelled_sends_no_alert(make_rig: MakeRig) -> None:
     async with make_rig(Script(then="succeed")) as rig:
         job = await rig.submit()
@@ -117,6 +161,13 @@ async def test_s1_9_a_hint_has_ranks_looked_at_once_for_each_version(
         )
         await job.handle.signal("cancel")
         await job.result()
+
+
+async def _until_subject(backend: SimulatedBackend, subject: str) -> None:
+    async def count_messages() -> int:
+        return sum(one == subject for one, _ in backend.told)
+
+    await _until(count_messages, 1)
 
 
 async def _until_told(backend: SimulatedBackend, count: int) -> None:

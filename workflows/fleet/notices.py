@@ -14,7 +14,7 @@ from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, NodeStatus
 from relaunch.text import count_noun
 
 WAITS_LONG = timedelta(hours=24)
-"""How long a job waits for nodes until people are notified."""
+"""How long a job that has not started waits for nodes until people are notified."""
 
 
 def list_notices(
@@ -36,7 +36,9 @@ def list_notices(
     found += [
         _describe_wait(state.name, record, now)
         for record in state.claims
-        if record.is_waiting and now - (record.waiting_since or now) >= WAITS_LONG
+        if record.is_waiting
+        and not record.claim.running  # such a job notifies people itself
+        and now - (record.waiting_since or now) >= WAITS_LONG
     ]
     return {one.key: one for one in found}
 

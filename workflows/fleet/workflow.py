@@ -34,6 +34,7 @@ with workflow.unsafe.imports_passed_through():
     )
     from relaunch.messages.ids import REPAIR_ID_PREFIX, WORKFLOW_ID_PREFIX
     from relaunch.messages.notices import Notice
+    from relaunch.pool.counts import FleetCounts, count_fleet
     from relaunch.pool.events import (
         ClaimReminder,
         DrainMessage,
@@ -453,6 +454,10 @@ class Fleet:
     @workflow.query(description="Everything this fleet knows.")
     def state(self) -> FleetState:
         return cast(FleetState, short(self._state))
+
+    @workflow.query(description="What metrics show of it. Only workers ask it.")
+    def counts(self) -> FleetCounts:
+        return count_fleet(self._state)
 
     @workflow.query(
         description="How many free nodes a job could have beside those that its claim avoids. Only "

@@ -96,10 +96,11 @@ class Actions:
         """Stop all ranks. With `once`, try once on every node instead of waiting for the proof."""
         self._begin(CarriedAction("stop", once=once))
 
-    def release(self) -> None:
+    def release(self, *, returns: bool) -> None:
         """Stop the ranks while a person is asked, which may take long, and withdraw a claim that
-        waits."""
-        self._begin(CarriedAction("release", once=True, withdraws=self._claims.is_waiting))
+        waits. With `returns`, give back all nodes."""
+        withdraws = returns or self._claims.is_waiting
+        self._begin(CarriedAction("release", once=True, withdraws=withdraws))
 
     @property
     def has_to_resume(self) -> bool:

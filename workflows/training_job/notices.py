@@ -40,10 +40,14 @@ class Notices:
             self.last = ""
             subject = f"job {job.name} waits for no person any more"
             self._send(_resolve(job, "question", job.submission, subject, job.reason))
+        if self.last.startswith(WAITS) and job.phase is not Phase.WAITING_FOR_NODES:
+            self.last = ""
+            subject = f"job {job.name} waits for no nodes any more"
+            self._send(_resolve(job, "waiting", job.submission, subject, job.reason))
         if (news := _news_key(job)) is None or news == self.last:
             return
         self.last = news
-        self._send(_describe_end(job) if job.phase is Phase.FAILED else _describe_question(job))
+        self._send(_describe_news(job))
 
     def resolve_failure(self, before: JobState | None) -> None:
         """Send that a job which has failed was submitted again."""
@@ -87,8 +91,8 @@ class Notices:
         await tell_people(self._session.job.spec.fleet, (notice,))
 
 
-ASKED = "asked "
-"""Begins the keys of questions."""
+ASKED, WAITS = "asked ", "waits for nodes "
+"""What the keys of news begin with that is resolved when the job's phase is another one."""
 
 
 def _news_key(job: JobState) -> str | None:
@@ -97,6 +101,8 @@ def _news_key(job: JobState) -> str | None:
         return "failed"
     if job.phase is Phase.WAITING_FOR_PERSON and not job.snoozed:
         return f"{ASKED}{job.generation} {job.next.at}"
+    if job.phase is Phase.WAITING_FOR_NODES and job.reminders:
+        return f"{WAITS}{job.generation} {job.reminders}"
     return None
 
 
@@ -125,11 +131,36 @@ def _resolve(
     )
 
 
+def _describe_news(job: JobState) -> Notice:
+    match job.phase:
+        case Phase.FAILED:
+            return _describe_end(job)
+        case Phase.WAITING_FOR_NODES:
+            return _describe_wait(job)
+        case _:
+            return _describe_question(job)
+
+
+def _describe_wait(job: JobState) -> Notice:
+    return _describe_job(
+        job,
+        "waiting",
+        f"job {job.name} still waits for nodes",
+        done="its ranks are stopped; it goes on by itself when it gets nodes",
+        wanted=f"free or add nodes, or cancel it. Next: {job.next.what}",
+        command=f"relaunch nodes show --fleet {job.spec.fleet}",
+        more=(
+            f"who has the nodes: relaunch nodes list --fleet {job.spec.fleet}",
+            f"to end it: relaunch cancel {job.name} --reason …",
+        ),
+    )
+
+
 def _describe_question(job: JobState) -> Notice:
     return _describe_job(
         job,
         "question",
-        f"job {job.name} waits for a person",
+        f"job {job.name} {'still waits' if job.reminders else 'waits'} for a person",
         done=(
             "nothing was stopped: ranks may still run"
             if job.lost

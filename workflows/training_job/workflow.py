@@ -50,6 +50,7 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.workflows.training_job.deadline import Deadline
     from relaunch.workflows.training_job.drains import DrainTimers
     from relaunch.workflows.training_job.handlers import MessageHandlers
+    from relaunch.workflows.training_job.metrics import record_changes, record_end
     from relaunch.workflows.training_job.notices import Notices
     from relaunch.workflows.training_job.session import Session
     from relaunch.workflows.training_job.watches import Watches
@@ -126,9 +127,11 @@ class TrainingJob(MessageHandlers):
 
     def _take(self, event: Event) -> None:
         session = self._session
-        waited_for = session.job.maybe_alive
-        known = session.job.slow_nodes
+        before = session.job
+        waited_for = before.maybe_alive
+        known = before.slow_nodes
         session.job, decision = self._step(event)
+        record_changes(before, session.job)
         if not isinstance(decision, Ignore):
             workflow.logger.info(
                 "%s -> %s: %s",
@@ -202,7 +205,7 @@ class TrainingJob(MessageHandlers):
                     self._watches.start()  # a node that comes back answers the question by itself
                 else:
                     self._watches.stop()
-                    self._actions.release()
+                    self._actions.release(returns=decision.reminders > 0)
             case Wait():
                 self._deadline.set(decision.until)
                 if decision.phase in (Phase.RUNNING, Phase.NODE_LOST):
@@ -243,7 +246,10 @@ class TrainingJob(MessageHandlers):
         if self._archiving is not None:
             await _settle([self._archiving])  # a cancel changes nothing any more
         await _settle([session.tasks.start("return nodes", self._claims.return_nodes())])
-        session.job = finish(session.job, workflow.now())
+        before = session.job
+        session.job = finish(before, workflow.now())
+        record_changes(before, session.job)
+        record_end(session.job)
         self._publish()
         self._notices.send_news()
         if self._notices.sending is not None:
