@@ -80,11 +80,16 @@ MESSAGES: Mapping[str, Mapping[str, Any]] = {
     REPAIR: {"permitted": Permit, "answer": AnswerMessage},
     NOTIFIER: {"post": tuple[Notice, ...]},
 }
-WITHOUT_CONTENT = {JOB: ("claim_again", "upgrade"), FLEET: ("upgrade",), REPAIR: ("upgrade",)}
+WITHOUT_CONTENT = {
+    JOB: ("claim_again", "upgrade"),
+    FLEET: ("upgrade",),
+    REPAIR: ("upgrade",),
+    NOTIFIER: ("upgrade",),
+}
 """Signals whose content is not read."""
 HEARTBEATS: Mapping[str, Any] = {"watch_ranks": WatchHeartbeat}
 """Details that are read as a whole. Those of other activities are lists of plain values."""
-_BY_ID = {"job/": JOB, "fleet/": FLEET, "repair/": REPAIR}
+_BY_ID = {"job/": JOB, "fleet/": FLEET, "repair/": REPAIR, "notifier/": NOTIFIER}
 
 
 @dataclass(frozen=True, slots=True)
