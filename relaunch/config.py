@@ -56,6 +56,8 @@ class Settings(BaseModel):
     as unreachable for that call."""
     metrics: str | None = None
     """IP address and port on which the worker serves Prometheus metrics."""
+    web_ui: str | None = None
+    """Address of Temporal's web UI as people reach it, for links in notices: `http://ui:8080`."""
     temporal_bin: Path | None = None
     """Temporal's program, which `up` and `run` start; default: the one installed with relaunch. A
     database that another version wrote needs that version's."""
@@ -74,6 +76,13 @@ class Settings(BaseModel):
     @classmethod
     def _upper(cls, value: Any) -> Any:
         return value.upper() if isinstance(value, str) else value
+
+    @field_validator("web_ui")
+    @classmethod
+    def _check_web_ui(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"https?://[^\s/@]+(/\S*)?", value):
+            raise ValueError("expected the web UI's address, such as http://ui.example.com:8080")
+        return value
 
     @field_validator("metrics")
     @classmethod

@@ -52,6 +52,7 @@ from relaunch.temporal import connect, ensure_namespace, read_server_id
 from relaunch.text import count_noun
 from relaunch.workflows.fleet.workflow import Fleet
 from relaunch.workflows.node_repair.workflow import NodeRepair
+from relaunch.workflows.notifier.workflow import Notifier
 from relaunch.workflows.runner import TaskRunner
 from relaunch.workflows.training_job.metrics import BUCKETS
 from relaunch.workflows.training_job.workflow import TrainingJob
@@ -251,11 +252,12 @@ def make_worker(
         RecordActivities(settings.state / "archive"),
         LogActivities(fleets, settings.state / "archive"),
     )
+    people = PeopleActivities(fleets, client, settings.task_queue, settings.web_ui or "")
     runner = TaskRunner()
     worker = Worker(
         client,
         task_queue=settings.task_queue,
-        workflows=[TrainingJob, NodeRepair, Fleet],
+        workflows=[TrainingJob, NodeRepair, Fleet, Notifier],
         activities=[
             jobs.launch_ranks,
             jobs.stop_ranks,
@@ -275,7 +277,8 @@ def make_worker(
             fleet.find_closed_jobs,
             fleet.reclaim,
             fleet.tell_fleet,
-            PeopleActivities(fleets).tell_people,
+            people.tell_people,
+            people.deliver_notices,
             logs.read_logs,
             logs.read_stacks,
             logs.read_checkpoints,

@@ -11,9 +11,10 @@ from temporalio.worker import Replayer, UnsandboxedWorkflowRunner
 
 from relaunch.workflows.fleet.workflow import Fleet
 from relaunch.workflows.node_repair.workflow import NodeRepair
+from relaunch.workflows.notifier.workflow import Notifier
 from relaunch.workflows.training_job.workflow import TrainingJob
 
-WORKFLOWS = (TrainingJob, NodeRepair, Fleet)
+WORKFLOWS = (TrainingJob, NodeRepair, Fleet, Notifier)
 MAX_REASON = 300
 
 

@@ -487,6 +487,11 @@ class RefusesResets(Protocol):
 class TellsPeople(Protocol):
     """A backend that can notify people who are not looking at a screen."""
 
+    @property
+    def has_topic(self) -> bool:
+        """Whether it is configured to."""
+        ...
+
     async def tell_people(self, subject: str, text: str) -> str:
         """Notify people. Return how they were notified, as a clause, or that there is no way to.
 

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 MAX_CALLS = 16
 """Most describe calls at once."""
+NOTIFIER = "Notifier"
+"""The type of the workflow that notifies people of a fleet."""
+ANSWER_TIMEOUT = timedelta(seconds=10)
 WAITS_AFTER = timedelta(seconds=30)
 """How long a workflow task may wait for a worker."""
 
@@ -57,6 +60,9 @@ async def examine_service(client: Client, task_queue: str) -> list[Check]:
 
     tasks = await asyncio.gather(*(examine(one) for one in running))
     found += [one for one in tasks if one is not None]
+    notifiers = [one.id for one in running if one.type == NOTIFIER]
+    for checks in await asyncio.gather(*(_examine_channels(client, one) for one in notifiers)):
+        found += checks
     if not any(tasks):
         found.append(Check("workflows", f"{len(running)} run, and none of their tasks fails"))
     return found
@@ -106,6 +112,29 @@ async def _examine_task(client: Client, workflow: RunningWorkflow, now: datetime
             workflow.id, f"no worker takes its workflow task since {seconds} s", "see builds"
         )
     return None
+
+
+async def _examine_channels(client: Client, notifier: str) -> list[Check]:
+    """Return a check for each channel of a fleet whose last message was not delivered."""
+    from temporalio.client import WorkflowQueryFailedError, WorkflowQueryRejectedError
+
+    from relaunch.messages.notices import Outbox
+
+    try:
+        outbox: Outbox = await client.get_workflow_handle(notifier).query(
+            "state", result_type=Outbox, rpc_timeout=ANSWER_TIMEOUT
+        )
+    except (RPCError, WorkflowQueryFailedError, WorkflowQueryRejectedError):
+        return []  # a workflow that no worker answers for is reported by its task, or its build
+    return [
+        Check(
+            notifier,
+            f"{one.channel} delivers nothing since {one.since:%Y-%m-%d %H:%M:%S} UTC"
+            f" ({count_noun(one.failures, 'failure')}): {one.reason}",
+            "mend it, or change notify: in the fleet file",
+        )
+        for one in outbox.failing
+    ]
 
 
 def rows(found: list[Check]) -> list[dict[str, str]]:

@@ -224,8 +224,8 @@ async def serve(
     # The server of one job meets no other build, and to make one current takes it a second.
     command = [*RELAUNCH, "worker", "--near", *(["--no-build"] if is_single else [])]
     workers = [
-        Keeper(name, command, {**environment, **metrics}, service.state / f"{name}.log", say)
-        for name, metrics in _name_workers(service)
+        Keeper(name, command, {**environment, **variables}, service.state / f"{name}.log", say)
+        for name, variables in _name_workers(service)
     ]
     warm = Keeper(
         "warm command line",
@@ -286,11 +286,13 @@ def _make_environment(service: Service) -> dict[str, str]:
 def _name_workers(service: Service) -> Iterator[tuple[str, dict[str, str]]]:
     """Yield the name of each worker, with the variables that no other worker has."""
     for number in range(1, service.workers + 1):
-        metrics = {}
+        variables = {}
+        if service.ui_port and not os.environ.get("RELAUNCH_WEB_UI"):
+            variables["RELAUNCH_WEB_UI"] = service.ui
         if service.metrics is not None:
             host, _, port = service.metrics.rpartition(":")
-            metrics["RELAUNCH_METRICS"] = f"{host}:{int(port) + number - 1}"
-        yield "worker" if number == 1 else f"worker-{number}", metrics
+            variables["RELAUNCH_METRICS"] = f"{host}:{int(port) + number - 1}"
+        yield "worker" if number == 1 else f"worker-{number}", variables
 
 
 def _announce_workers(service: Service) -> str:

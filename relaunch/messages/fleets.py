@@ -67,6 +67,8 @@ class FleetInput:
     """When the fleet file was last read and the claims were last checked."""
     file_digest: str = ""
     """Of the fleet file as last read."""
+    open_notices: tuple[str, ...] = ()
+    """The keys of the open matters that people were notified of."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import re
 from datetime import timedelta
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self, get_args
+from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from relaunch.evidence.causes import Cause
 from relaunch.fields import Duration, Name, StrictModel
 from relaunch.spec.job import EcsTask, SecretReference
 
@@ -229,6 +231,94 @@ class EcsOptions(EcsTask):
     """Interval between two polls of the tasks of running jobs; events cause earlier ones."""
 
 
+NoticeEvent = Literal["question", "failed", "quarantine", "breaker", "waiting", "slow_node"]
+"""What people are notified of; docs/notifications.md describes each."""
+
+
+class Channel(StrictModel):
+    """One way to notify people: a webhook, or an address of the library `apprise`.
+
+    An address may contain a password or a token, so no sentence repeats it.
+    """
+
+    webhook: str | SecretReference | None = Field(default=None, repr=False)
+    secret: SecretReference | None = None
+    """Where the worker reads the key that signs what is sent to the webhook."""
+    apprise: str | SecretReference | None = Field(default=None, repr=False)
+    events: tuple[NoticeEvent, ...] = Field(default=get_args(NoticeEvent), min_length=1)
+    causes: tuple[Cause, ...] = ()
+    """Only matters with one of these causes, and those that have none; empty: all."""
+
+    @field_validator("webhook", "apprise", mode="before")
+    @classmethod
+    def _check_address(cls, value: Any) -> Any:
+        if isinstance(value, str) and re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*://\S+", value):
+            return value
+        if isinstance(value, SecretReference) or (
+            isinstance(value, dict)
+            and set(value) in ({"file"}, {"env"})
+            and all(isinstance(one, str) and one for one in value.values())
+        ):
+            return value
+        raise ValueError(
+            "it is not an address: expected a URL, {file: PATH} or {env: NAME} with a URL in it"
+        )
+
+    @field_validator("webhook")
+    @classmethod
+    def _check_webhook(cls, value: str | SecretReference | None) -> str | SecretReference | None:
+        if isinstance(value, str):
+            check_webhook(value)
+        return value
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> Self:
+        if (self.webhook is None) == (self.apprise is None):
+            raise ValueError("a channel has exactly one address: webhook or apprise")
+        if self.secret is not None and self.webhook is None:
+            raise ValueError("secret signs what is sent to a webhook, and this channel has none")
+        return self
+
+    @property
+    def name(self) -> str:
+        """The channel as people read it, without what may be secret: `webhook hooks.example.com`.
+
+        Of an address of apprise only the scheme, because its host may be a token.
+        """
+        kind = "apprise" if self.webhook is None else "webhook"
+        address = self.apprise if self.webhook is None else self.webhook
+        if isinstance(address, SecretReference):
+            return f"{kind} {address.file or address.env}"
+        url = urlsplit(address or "")
+        return f"{kind} {url.scheme if kind == 'apprise' else url.hostname}"
+
+
+def name_channels(channels: tuple[Channel, ...]) -> dict[str, Channel]:
+    """Return channels by name; the second one of a name has a 2 after it."""
+    named: dict[str, Channel] = {}
+    for channel in channels:
+        same = sum(one.name == channel.name for one in named.values())
+        named[f"{channel.name} {same + 1}" if same else channel.name] = channel
+    return named
+
+
+def check_webhook(url: str) -> None:
+    """Check the address of a webhook.
+
+    Raises:
+        ValueError: it is no address; the sentence does not repeat it.
+    """
+    try:
+        parts = urlsplit(url)
+        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_valid = False
+    if not is_valid:
+        raise ValueError(
+            "it is not the address of a webhook: expected http:// or https:// and a host"
+        )
+
+
 class FleetSpec(StrictModel):
     """A fleet file."""
 
@@ -237,6 +327,7 @@ class FleetSpec(StrictModel):
     repairs: Literal["act", "ask", "observe"] = "ask"
     nodes: tuple[FleetNode, ...] = Field(min_length=1)
     limits: FleetLimits = FleetLimits()
+    notify: tuple[Channel, ...] = Field(default=(), max_length=16)
     ssh: SshOptions = SshOptions()
     ecs: EcsOptions = EcsOptions()
 

@@ -134,6 +134,22 @@ FLEET_MISTAKES = (
     (FLEET.replace("b}", "b, spares: yes}"), 4, ("spare",)),
     (FLEET + "limits: {drain_within: 2}\n", 5, ("unit",)),
     (FLEET + "ecs: {agent_key: hf_secret}\n", 5, ("ecs.agent_key", "file: PATH")),
+    # channels
+    (FLEET + "notify: [{webhook: hf_secret}]\n", 5, ("notify.0.webhook", "{file: PATH}")),
+    (FLEET + "notify: [{webhook: 'ftp://hf_secret'}]\n", 5, ("http:// or https://",)),
+    (FLEET + "notify: [{webhook: 'https://:hf_secret@:x/'}]\n", 5, ("http:// or https://",)),
+    (FLEET + "notify: [{webhook: {url: hf_secret}}]\n", 5, ("notify.0.webhook", "{env: NAME}")),
+    (FLEET + "notify: [{webhook: 'https://h/', secret: hf_secret}]\n", 5, ("file: PATH",)),
+    (FLEET + "notify: [{apprise: hf_secret}]\n", 5, ("notify.0.apprise", "URL")),
+    (FLEET + "notify: [{apprise: [hf_secret]}]\n", 5, ("notify.0.apprise", "URL")),
+    (FLEET + "notify: [{apprise: 'a://b', webhook: 'https://h/'}]\n", 5, ("exactly one",)),
+    (FLEET + "notify: [{events: [failed]}]\n", 5, ("exactly one",)),
+    (FLEET + "notify: [{apprise: 'a://b', secret: {env: K}}]\n", 5, ("secret", "webhook")),
+    (FLEET + "notify: [{apprise: 'a://b', events: [fire]}]\n", 5, ("question", "'fire'")),
+    (FLEET + "notify: [{apprise: 'a://b', events: []}]\n", 5, ("events", "at least one")),
+    (FLEET + "notify: [{apprise: 'a://b', causes: [FIRE]}]\n", 5, ("causes", "HANG")),
+    (FLEET + "notify: [{apprise: 'a://b', event: [failed]}]\n", 5, ("events",)),
+    (FLEET + "webhook: hf_secret\n", 5, ("notify",)),
 )
 
 

@@ -43,6 +43,7 @@ def test_s2_11_settings_rank_options_environment_file(
         ("RELAUNCH_JOBS", "many", ("RELAUNCH_JOBS is 'many'", "integer")),
         ("RELAUNCH_JOBS", "0", ("RELAUNCH_JOBS is '0'", "1")),
         ("RELAUNCH_METRICS", "9464", ("RELAUNCH_METRICS is '9464'", "host:port")),
+        ("RELAUNCH_WEB_UI", "ui:8080", ("RELAUNCH_WEB_UI is 'ui:8080'", "http://")),
         ("RELAUNCH_LOG_LEVEL", "loud", ("RELAUNCH_LOG_LEVEL is 'loud'", "'INFO'")),
         ("RELAUNCH_STAET", "x", ("unknown setting RELAUNCH_STAET", "RELAUNCH_STATE")),
         ("RELAUNCH_SETTINGS", "/none.toml", ("settings file /none.toml",)),

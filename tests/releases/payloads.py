@@ -37,6 +37,7 @@ from relaunch.messages.jobs import (
     ReportMessage,
     RetryMessage,
 )
+from relaunch.messages.notices import Notice
 from relaunch.pool.events import RepairResult, RepairStart
 from relaunch.pool.messages import (
     Claim,
@@ -49,7 +50,7 @@ from relaunch.pool.messages import (
 )
 from relaunch.workflows.replay import WORKFLOWS
 
-JOB, FLEET, REPAIR = "TrainingJob", "Fleet", "NodeRepair"
+JOB, FLEET, REPAIR, NOTIFIER = "TrainingJob", "Fleet", "NodeRepair", "Notifier"
 MESSAGES: Mapping[str, Mapping[str, Any]] = {
     JOB: {
         "cancel": CancelMessage,
@@ -77,12 +78,18 @@ MESSAGES: Mapping[str, Mapping[str, Any]] = {
         "apply": ApplyMessage,
     },
     REPAIR: {"permitted": Permit, "answer": AnswerMessage},
+    NOTIFIER: {"post": tuple[Notice, ...]},
 }
-WITHOUT_CONTENT = {JOB: ("claim_again", "upgrade"), FLEET: ("upgrade",), REPAIR: ("upgrade",)}
+WITHOUT_CONTENT = {
+    JOB: ("claim_again", "upgrade"),
+    FLEET: ("upgrade",),
+    REPAIR: ("upgrade",),
+    NOTIFIER: ("upgrade",),
+}
 """Signals whose content is not read."""
 HEARTBEATS: Mapping[str, Any] = {"watch_ranks": WatchHeartbeat}
 """Details that are read as a whole. Those of other activities are lists of plain values."""
-_BY_ID = {"job/": JOB, "fleet/": FLEET, "repair/": REPAIR}
+_BY_ID = {"job/": JOB, "fleet/": FLEET, "repair/": REPAIR, "notifier/": NOTIFIER}
 
 
 @dataclass(frozen=True, slots=True)

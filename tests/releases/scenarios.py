@@ -154,7 +154,7 @@ async def play_fleet(stage: Stage) -> None:
         await jobs[0].until_phase(Phase.RUNNING, 2)
         await jobs[1].until_phase(Phase.RUNNING)
         await stage.keep_heartbeats(name, jobs[0])
-        await stage.ask(name, rig_.fleet, "state", "next")
+        await stage.ask(name, rig_.fleet, "state", "next", "counts")
         moved = (await jobs[1].state()).slots[0].node
         by: dict[str, str] = {"reason": "a fan", "by": "grace"}
         drained = {"node": moved, "drain": True, "within": "2h", **by}
@@ -218,6 +218,7 @@ async def play_repair(stage: Stage) -> None:
         await repair.execute_update("answer", approval)
         await job.until_phase(Phase.RUNNING, 2)
         await stage.ask(name, repair, "state", "next")
+        await stage.ask(name, rig_.notifier, "state")
 
 
 async def play_escalation(stage: Stage) -> None:

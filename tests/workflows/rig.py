@@ -38,7 +38,7 @@ from relaunch.activities.repairs import RepairActivities
 from relaunch.activities.running_watches import RunningWatches
 from relaunch.activities.watch import WatchActivities
 from relaunch.job.state import JobState, Phase
-from relaunch.messages.ids import FLEET_ID_PREFIX
+from relaunch.messages.ids import FLEET_ID_PREFIX, NOTIFIER_ID_PREFIX
 from relaunch.messages.jobs import JobResult, TrainingJobInput
 from relaunch.spec.fleet import FleetSpec
 from relaunch.spec.job import JobSpec
@@ -46,6 +46,7 @@ from relaunch.spec.policy import Policy, resolve
 from relaunch.temporal import data_converter
 from relaunch.workflows.fleet.workflow import Fleet
 from relaunch.workflows.node_repair.workflow import NodeRepair
+from relaunch.workflows.notifier.workflow import Notifier
 from relaunch.workflows.runner import TaskRunner
 from relaunch.workflows.training_job.workflow import TrainingJob
 from tests.fakes.nodes import ManualClock, Script, SimulatedBackend
@@ -240,11 +241,15 @@ class Rig:
     archive: Path
     jobs: list[Job] = field(default_factory=list)
     fleet_histories: list[WorkflowHistory] = field(default_factory=list)
-    """Of the fleet's workflows that have been ended."""
+    """Of the fleet's and the notifier's workflows that have been ended."""
 
     @property
     def fleet(self) -> WorkflowHandle[Any, Any]:
         return self.client.get_workflow_handle(f"{FLEET_ID_PREFIX}{self.fleets.known.name}")
+
+    @property
+    def notifier(self) -> WorkflowHandle[Any, Any]:
+        return self.client.get_workflow_handle(f"{NOTIFIER_ID_PREFIX}{self.fleets.known.name}")
 
     async def tell_fleet(self, signal: str, message: Any = None) -> None:
         """Send it a signal as jobs and repairs do: the first one begins it."""
@@ -261,9 +266,13 @@ class Rig:
                     raise
 
     async def end_fleet(self) -> None:
-        """Terminate it, if there is one."""
+        """Terminate it and its notifier, if there are any."""
+        for handle in (self.fleet, self.notifier):
+            await self._end(handle)
+
+    async def _end(self, handle: WorkflowHandle[Any, Any]) -> None:
         try:
-            described = await self.fleet.describe()
+            described = await handle.describe()
         except RPCError as error:
             if error.status is RPCStatusCode.NOT_FOUND:
                 return
@@ -273,9 +282,9 @@ class Rig:
             or described.status is not WorkflowExecutionStatus.RUNNING
         ):
             return
-        await self.fleet.terminate("the test is over")
+        await handle.terminate("the test is over")
         first = described.raw_description.workflow_execution_info.first_run_id or described.run_id
-        self.fleet_histories += await runs_of(self.client, self.fleet.id, first)
+        self.fleet_histories += await runs_of(self.client, handle.id, first)
 
     async def submit(
         self,
@@ -332,6 +341,7 @@ def activities(
     fleets: SimulatedFleets, client: Client, archive: Path, queue: str
 ) -> list[Callable[..., Any]]:
     of_fleet = FleetActivities(fleets, client, queue)
+    people = PeopleActivities(fleets, client, queue, "http://ui.example.com")
     jobs, watch = (
         JobActivities(fleets, client),
         WatchActivities(fleets, client, RunningWatches(archive / "watches")),
@@ -359,7 +369,8 @@ def activities(
         jobs.launch_ranks,
         jobs.stop_ranks,
         watch.watch_ranks,
-        PeopleActivities(fleets).tell_people,
+        people.tell_people,
+        people.deliver_notices,
         records.archive_incidents,
         logs.read_logs,
         logs.read_incidents,
@@ -373,7 +384,7 @@ def worker(
     worker = Worker(
         client,
         task_queue=queue,
-        workflows=[TrainingJob, NodeRepair, Fleet],
+        workflows=[TrainingJob, NodeRepair, Fleet, Notifier],
         activities=activities(fleets, client, archive, queue),
         # As the real worker does; each history is replayed at the end.
         workflow_runner=runner,
@@ -402,8 +413,9 @@ async def rig(
     repairs: str = "act",
     name: str = "default",
     limits: dict[str, Any] | None = None,
+    notify: list[dict[str, Any]] | None = None,
 ) -> AsyncIterator[Rig]:
-    spec = fleet(nodes, spares, gpus, repairs, name, limits=limits or {})
+    spec = fleet(nodes, spares, gpus, repairs, name, limits=limits or {}, notify=notify or [])
     backend = SimulatedBackend(spec, script, clock)
     fleets = SimulatedFleets(spec, backend)
     made = Rig(client, backend, fleets, f"q-{uuid.uuid4().hex[:8]}", archive)
@@ -440,21 +452,22 @@ SERVED: set[str] = set()
 
 
 async def end_unserved_fleet(rig_: Rig) -> None:
-    """Terminate the fleet of this name that an earlier rig has left running.
+    """Terminate the fleet of this name, or its notifier, that an earlier rig has left running.
 
     On a busy machine an activity of that rig may have started it after its end. No worker serves it
     any more, and every job would wait for it without end.
     """
-    try:
-        described = await rig_.fleet.describe()
-        if (
-            described.status is WorkflowExecutionStatus.RUNNING
-            and described.task_queue not in SERVED
-        ):
-            await rig_.fleet.terminate("its rig has ended")
-    except RPCError as error:
-        if error.status is not RPCStatusCode.NOT_FOUND:
-            raise
+    for handle in (rig_.fleet, rig_.notifier):
+        try:
+            described = await handle.describe()
+            if (
+                described.status is WorkflowExecutionStatus.RUNNING
+                and described.task_queue not in SERVED
+            ):
+                await handle.terminate("its rig has ended")
+        except RPCError as error:
+            if error.status is not RPCStatusCode.NOT_FOUND:
+                raise
 
 
 async def replay(*histories: WorkflowHistory, is_sandboxed: bool = True) -> None:
@@ -467,7 +480,7 @@ async def replay(*histories: WorkflowHistory, is_sandboxed: bool = True) -> None
     # unknown in a sandbox that imports it again.
     passed = SandboxRestrictions.default.with_passthrough_modules(*CORE, "re2")
     replayer = Replayer(
-        workflows=[TrainingJob, NodeRepair, Fleet],
+        workflows=[TrainingJob, NodeRepair, Fleet, Notifier],
         workflow_runner=SandboxedWorkflowRunner(passed)
         if is_sandboxed
         else UnsandboxedWorkflowRunner(),

@@ -25,6 +25,7 @@ from relaunch.activities.examine import NodeActivities, RepairOrder
 from relaunch.activities.fleet import FLEET_UNKNOWN, TellFleetInput
 from relaunch.evidence.findings import Verdict
 from relaunch.messages.jobs import NodeRepairInput, NodeRepairResult
+from relaunch.messages.notices import Notice, TellPeopleInput
 from relaunch.pool.messages import Permit
 from relaunch.repair.state import RepairEvent, Stage
 from relaunch.spec.fleet import FleetNode, FleetSpec
@@ -55,6 +56,14 @@ class Told:
     """To a request: whether it is allowed; None: no answer."""
     deaf: bool = False
     messages: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    notices: list[Notice] = field(default_factory=list)
+    """What people would get."""
+
+    @activity.defn
+    async def tell_people(self, input: TellPeopleInput) -> str:
+        assert input.fleet == self.fleet
+        self.notices += input.notices
+        return "kept"
 
     @activity.defn
     async def tell_fleet(self, input: TellFleetInput) -> None:
@@ -231,6 +240,7 @@ async def world(
             nodes.check_nodes,
             order_repair or nodes.order_repair,
             made.told.tell_fleet,
+            made.told.tell_people,
         ],
         workflow_runner=UnsandboxedWorkflowRunner(),  # as the real worker does
         debug_mode=True,  # without a limit of 2 s for a task
@@ -266,6 +276,10 @@ async def test_s1_5_no_person_is_asked_for_a_reset_that_is_refused(server: Clien
         assert (ended.outcome, ended.verdict) == ("done", Verdict.HEALTHY), ended.reason
         assert [command for command in one.did if command != "diagnose"] == ["reboot"]
         assert one.told.requests == [(1, "reboot")]
+        asked, answered = one.told.notices
+        assert (asked.event, asked.state, answered.state) == ("question", "open", "resolved")
+        assert asked.key == answered.key == f"{one.told.fleet}/question/repair/n1"
+        assert asked.command.startswith("relaunch nodes answer n1 approve|deny")
 
 
 @pytest.mark.parametrize("repairs", ["act", "ask", "observe"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from datetime import timedelta
 
 import pytest
 from temporalio.api.enums.v1 import EventType
@@ -31,6 +30,7 @@ async def test_s1_7_people_are_notified_when_a_job_is_given_up(make_rig: MakeRig
         job = await rig.submit(policy(extends="ecs-reboot-once"))
         result = await job.result()
         assert result.phase is Phase.FAILED
+        await _until_told(rig.backend, 1)
         ((subject, text),) = rig.backend.told
         assert subject == f"relaunch: job {result.name} has failed"
         assert result.reason in text and f"relaunch retry {result.name}" in text
@@ -50,7 +50,7 @@ async def test_s1_7_people_hear_of_a_question_and_after_a_snooze_again(
         assert (
             state.reason in text
             and "\n| ValueError: so the script says\n" in text  # its traceback
-            and f"Without an answer: {state.asked.question}" in text
+            and f"Wanted: an answer. Without an answer: {state.asked.question}" in text
             and f"relaunch answer {state.name} approve|deny|snooze|take-over" in text
         )
         await job.handle.execute_update(
@@ -59,8 +59,14 @@ async def test_s1_7_people_hear_of_a_question_and_after_a_snooze_again(
         await _until_told(rig.backend, 2)
         await job.handle.execute_update("answer", {"decision": "deny", "by": "ada"})
         assert (await job.result()).phase is Phase.FAILED
+        await _until_told(rig.backend, 4)
         subjects = [subject for subject, _ in rig.backend.told]
-        assert subjects == [subject, subject, f"relaunch: job {state.name} has failed"]
+        assert subjects == [
+            subject,
+            subject,
+            f"relaunch: resolved: job {state.name} waits for no person any more",
+            f"relaunch: job {state.name} has failed",
+        ]
 
 
 async def test_a_question_left_unanswered_frees_nodes_and_ends_no_job(
@@ -79,10 +85,12 @@ async def test_a_question_left_unanswered_frees_nodes_and_ends_no_job(
         await asks.handle.execute_update("answer", {"decision": "approve", "by": "ada"})
         state = await asks.until_phase(Phase.RUNNING, 2)
         assert state.reminders == 0
+        resolved = "relaunch: resolved: job asks waits for no person any more"
+        await _until_subject(rig.backend, resolved)
         subjects = [subject for subject, _ in rig.backend.told]
         assert subjects[0] == "relaunch: job asks waits for a person"
-        assert set(subjects[1:]) == {"relaunch: job asks still waits for a person"}
-        assert len(subjects) > 2
+        assert set(subjects[1:-1]) == {"relaunch: job asks still waits for a person"}
+        assert subjects[-1] == resolved
         await asks.handle.signal("cancel")
         assert (await asks.result()).phase is Phase.CANCELLED
 
@@ -98,6 +106,9 @@ async def test_people_are_reminded_of_a_job_that_waits_for_nodes(make_rig: MakeR
         assert "relaunch nodes list" in text and "relaunch cancel scarce" in text
         rig.backend.heal("n2")
         await job.until_phase(Phase.RUNNING)
+        await _until_subject(
+            rig.backend, "relaunch: resolved: job scarce waits for no nodes any more"
+        )
         await job.handle.signal("cancel")
         assert (await job.result()).phase is Phase.CANCELLED
 
@@ -112,10 +123,6 @@ async def test_s1_7_a_job_that_succeeds_or_is_cancelled_sends_no_alert(make_rig:
 async def test_s1_7_a_job_ends_also_when_no_person_can_be_notified(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "relaunch.workflows.training_job.notices.NOTICE_TIMEOUT", timedelta(seconds=2)
-    )
-
     async def fail(self: SimulatedBackend, subject: str, text: str) -> str:
         raise ConnectionError("no route")
 
@@ -154,6 +161,13 @@ async def test_s1_9_a_hint_has_ranks_looked_at_once_for_each_version(
         )
         await job.handle.signal("cancel")
         await job.result()
+
+
+async def _until_subject(backend: SimulatedBackend, subject: str) -> None:
+    async def count_messages() -> int:
+        return sum(one == subject for one, _ in backend.told)
+
+    await _until(count_messages, 1)
 
 
 async def _until_told(backend: SimulatedBackend, count: int) -> None:

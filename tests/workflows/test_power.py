@@ -192,6 +192,7 @@ async def made(
                 nodes.check_nodes,
                 nodes.order_repair,
                 one.told.tell_fleet,
+                one.told.tell_people,
             ],
             workflow_runner=UnsandboxedWorkflowRunner(),  # as the real worker does
             debug_mode=True,  # without a limit of 2 s for a task

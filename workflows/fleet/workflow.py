@@ -33,6 +33,7 @@ with workflow.unsafe.imports_passed_through():
         short,
     )
     from relaunch.messages.ids import REPAIR_ID_PREFIX, WORKFLOW_ID_PREFIX
+    from relaunch.messages.notices import Notice
     from relaunch.pool.counts import FleetCounts, count_fleet
     from relaunch.pool.events import (
         ClaimReminder,
@@ -61,6 +62,8 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.workflows.builds import continue_as_new, is_build_outdated
     from relaunch.workflows.fleet import commands
     from relaunch.workflows.fleet.details import fleet_details
+    from relaunch.workflows.fleet.notices import list_notices, resolve_notice
+    from relaunch.workflows.notifier.tell import tell_people
 
 CHECK_WHILE_WAITED_FOR = timedelta(seconds=10)
 """How often the fleet file is read, and the server is asked which jobs have ended without giving
@@ -74,6 +77,9 @@ MAX_EVENTS = 1000
 fails if a message arrives while it is on its way, and the whole run is then replayed, which must
 not take longer than the pause between two messages of a busy fleet."""
 PROBE, CHECK, FIND, REMEMBER = "probe", "check", "find", "remember"
+PEOPLE = "people"
+MAX_NOTICES = 100
+"""Notices posted at once."""
 
 
 @workflow.defn
@@ -101,6 +107,10 @@ class Fleet:
         self._telling: dict[str, asyncio.Task[None]] = {}
         """Signals and repairs being sent, by receiver: they would not be sent a second time."""
         self._outbox: dict[str, list[tuple[str, Any]]] = {}
+        self._open_notices = list(start.open_notices)
+        """The keys of the open matters that people were notified of."""
+        self._notices: list[Notice] = []
+        """To be posted."""
 
     @workflow.run
     async def run(self, start: FleetInput) -> None:
@@ -122,6 +132,7 @@ class Fleet:
                 self._settled = (self._state, frozenset(self._asking))
                 now = workflow.now()
                 notable = self._scheduler.list_notable(self._state, now)
+                self._tell_people(list_notices(self._state, notable, now))
                 workflow.set_current_details(
                     fleet_details(self._state, notable, now, self._doing(), self.next())
                 )
@@ -279,6 +290,24 @@ class Fleet:
                 self._check_asked = self._check_asked or receiver.startswith(WORKFLOW_ID_PREFIX)
         del self._outbox[receiver], self._telling[receiver]
 
+    # --- people
+
+    def _tell_people(self, matters: dict[str, Notice]) -> None:
+        """Post notices of matters that are new, or resolved."""
+        now = workflow.now()
+        ended = [key for key in self._open_notices if key not in matters]
+        self._notices += [resolve_notice(self._state, key, now) for key in ended]
+        known = frozenset(self._open_notices)
+        self._notices += [one for key, one in matters.items() if key not in known]
+        self._open_notices = list(matters)
+        if self._notices and PEOPLE not in self._telling:
+            self._telling[PEOPLE] = asyncio.create_task(self._post_notices())
+
+    async def _post_notices(self) -> None:
+        while self._notices:
+            batch, self._notices = self._notices[:MAX_NOTICES], self._notices[MAX_NOTICES:]
+            await tell_people(self._name, tuple(batch))
+
     # --- tasks under way
 
     def _under_way(self) -> list[asyncio.Task[None]]:
@@ -316,7 +345,14 @@ class Fleet:
         self._forget_ended()
         checked_at = None if self._check_asked else self._checked_at
         continue_as_new(
-            FleetInput(self._name, self._state, tuple(self._inbox), checked_at, self._file_digest)
+            FleetInput(
+                self._name,
+                self._state,
+                tuple(self._inbox),
+                checked_at,
+                self._file_digest,
+                tuple(self._open_notices),
+            )
         )
 
     # --- timing

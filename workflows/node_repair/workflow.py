@@ -29,6 +29,7 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.evidence.findings import Verdict
     from relaunch.evidence.health import Health
     from relaunch.messages.jobs import AnswerMessage, NodeRepairInput, NodeRepairResult, explain
+    from relaunch.messages.notices import Notice
     from relaunch.pool.messages import Healing
     from relaunch.repair.conditions import count_reboots
     from relaunch.repair.escalation import (
@@ -65,6 +66,7 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.spec.policy import Strategy
     from relaunch.workflows.node_repair.orders import examine_node, read_terms, send_order
     from relaunch.workflows.node_repair.permits import Permits
+    from relaunch.workflows.notifier.tell import tell_people
     from relaunch.workflows.search_attributes import (
         NODES,
         STRATEGY,
@@ -77,6 +79,8 @@ STRATEGY_TIMEOUT = timedelta(minutes=45)
 """For a strategy that an examination calls for, with the examination that proves it: a reboot takes
 up to 25 minutes, DCGM 15."""
 MAX_TIMER_SUMMARY = 200
+TELL_TIMEOUT = timedelta(seconds=10)
+"""How long a repair that has ended waits for its notices to be posted. A job may wait for it."""
 
 Result = TypeVar("Result")
 
@@ -95,6 +99,8 @@ class NodeRepair:
         self._escalation: Escalation | None = None
         self._state: RepairState | None = None
         self._decision: RepairDecision | EscalationDecision | None = None
+        self._telling: asyncio.Task[None] | None = None
+        """The last notice to people, on its way."""
 
     @workflow.run
     async def run(self, start: NodeRepairInput) -> NodeRepairResult:
@@ -133,6 +139,8 @@ class NodeRepair:
 
     async def _report_end(self, end: FinishRepair) -> NodeRepairResult:
         await self._run_to_end(self._permits.report_end(end, self._find_healing(end)))
+        if (telling := self._telling) is not None and not telling.done():
+            await self._run_to_end(_finish(telling, TELL_TIMEOUT))
         return NodeRepairResult(self._input.node, end.outcome, end.reason, end.verdict)
 
     def _find_healing(self, end: FinishRepair) -> Healing | None:
@@ -307,9 +315,49 @@ class NodeRepair:
         question = f"{decision.question} {how}; without an answer it is not done"
         await self._show_question(question, decision.until)
         unanswered = f"without an answer, relaunch does not {describe_order(state)}"
+        asked = self._describe_question(decision.question, unanswered)
+        self._tell_people(asked)
         is_answered = await self._wait_until(decision.until, unanswered)
         await self._show_question("", None)
+        ended = "it was answered" if is_answered else "there was no answer in time"
+        self._tell_people(
+            replace(asked, state="resolved", reason=ended, at=workflow.now(), wanted="", command="")
+        )
         return WaitEnded() if is_answered else TimeExpired()
+
+    def _describe_question(self, question: str, unanswered: str) -> Notice:
+        start, info = self._input, workflow.info()
+        answer = f"relaunch answer {start.job} approve|deny --reason …"
+        if not start.job:
+            answer = (
+                f"relaunch nodes answer {start.node} approve|deny --fleet {start.fleet} --reason …"
+            )
+        return Notice(
+            "question",
+            f"{start.fleet}/question/repair/{start.node}",
+            f"a repair of node {start.node} of fleet {start.fleet} waits for approval",
+            question,
+            workflow.now(),
+            done="nothing yet; the node stays as it is",
+            wanted=f"an answer; {unanswered}",
+            command=answer,
+            details=(f"ordered by {start.by}: {start.reason}",),
+            job=start.job,
+            nodes=(start.node,),
+            workflow=info.workflow_id,
+            run=info.run_id,
+        )
+
+    def _tell_people(self, notice: Notice) -> None:
+        """Post a notice after the one before, beside what the repair does."""
+        before, fleet = self._telling, self._input.fleet
+
+        async def post() -> None:
+            if before is not None:
+                await _finish(before)
+            await tell_people(fleet, (notice,))
+
+        self._telling = asyncio.create_task(post())
 
     async def _show_question(self, question: str, until: datetime | None) -> None:
         """Have the waiting job show the question on its page; an empty question removes it."""
@@ -410,3 +458,7 @@ class NodeRepair:
         if self._decision is None:
             return "the repair begins"
         return f"{self._decision.kind}: {self._permits.waiting_for or self._decision.reason}"
+
+
+async def _finish(task: asyncio.Task[None], timeout: timedelta | None = None) -> None:
+    await workflow.wait([task], timeout=timeout.total_seconds() if timeout else None)

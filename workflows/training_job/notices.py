@@ -1,48 +1,27 @@
-"""Notify people that a job waits for a person, or that it has failed.
+"""Notify people that a job waits for a person, that it has failed, or that nodes are slow.
 
-Each event gives one notice, delivered at least once.
+A notice is posted to the fleet's notifier, which sends it: no receiver delays a job.
 """
 
 from __future__ import annotations
 
 import asyncio
-from datetime import timedelta
 
 from temporalio import workflow
-from temporalio.common import RetryPolicy
-from temporalio.exceptions import ActivityError
 
 with workflow.unsafe.imports_passed_through():
-    from relaunch.activities.notify import Notice, PeopleActivities
     from relaunch.evidence.stragglers import describe_slow_node
-    from relaunch.job.failure import describe_failure, list_commands
+    from relaunch.job.failure import describe_failure, find_failure, list_commands
     from relaunch.job.slow_nodes import list_slow
     from relaunch.job.state import JobState, Phase
+    from relaunch.messages.notices import Notice
+    from relaunch.spec.fleet import NoticeEvent
     from relaunch.text import count_noun
+    from relaunch.workflows.notifier.tell import tell_people
     from relaunch.workflows.training_job.session import Session
 
-NOTICE_TIMEOUT = timedelta(minutes=2)
-"""After this a job ends without having notified anyone: its page and its result say the same."""
-ATTEMPT_TIMEOUT = timedelta(seconds=20)
-NOTICE_RETRY = RetryPolicy(
-    initial_interval=timedelta(seconds=1),
-    backoff_coefficient=2.0,
-    maximum_interval=timedelta(seconds=20),
-)
-
-
-async def notify_people(fleet: str, subject: str, text: str) -> None:
-    try:
-        await workflow.execute_activity_method(
-            PeopleActivities.tell_people,
-            Notice(fleet, subject, text),
-            start_to_close_timeout=ATTEMPT_TIMEOUT,
-            schedule_to_close_timeout=NOTICE_TIMEOUT,
-            retry_policy=NOTICE_RETRY,
-            summary=f"tell people: {subject}"[:200],
-        )
-    except ActivityError as error:
-        workflow.logger.warning("no notice was sent: %s: %s", subject, error.cause or error)
+MAX_NODES = 16
+"""Nodes that a notice names."""
 
 
 class Notices:
@@ -51,37 +30,69 @@ class Notices:
     def __init__(self, session: Session, last: str) -> None:
         self._session = session
         self.last = last
-        """The key of the last notice that was sent."""
+        """The key of the last notice that was sent; empty if what it was about is resolved."""
         self.sending: asyncio.Task[None] | None = None
 
     def send_news(self) -> None:
         """Send a notice if there is news, after the one that is being sent."""
         job = self._session.job
+        if self.last.startswith(ASKED) and job.phase is not Phase.WAITING_FOR_PERSON:
+            self.last = ""
+            subject = f"job {job.name} waits for no person any more"
+            self._send(_resolve(job, "question", job.submission, subject, job.reason))
+        if self.last.startswith(WAITS) and job.phase is not Phase.WAITING_FOR_NODES:
+            self.last = ""
+            subject = f"job {job.name} waits for no nodes any more"
+            self._send(_resolve(job, "waiting", job.submission, subject, job.reason))
         if (news := _news_key(job)) is None or news == self.last:
             return
         self.last = news
-        self.sending = self._session.tasks.start(
-            "notify people", self._send(self.sending, job, _subject(job), _text(job))
-        )
+        self._send(_describe_news(job))
+
+    def resolve_failure(self, before: JobState | None) -> None:
+        """Send that a job which has failed was submitted again."""
+        if before is not None and before.phase is Phase.FAILED:
+            job = self._session.job
+            subject, reason = f"job {job.name} runs again", f"submitted by {_submitter(job)}"
+            self._send(_resolve(job, "failed", before.submission, subject, reason))
 
     def report_slow_nodes(self) -> None:
         """Send a notice of the nodes that were recorded as slow just now, after the one before."""
         job = self._session.job
         new = [one for one in list_slow(job) if one.at == job.slow_nodes[-1].at]
-        subject = f"relaunch: job {job.name} has {count_noun(len(new), 'slow node')}"
+        count = count_noun(len(new), "slow node")
         lines = [describe_slow_node(one.slow) for one in new]
-        lines += ["", f"generation {job.generation}", f"Details: relaunch show {job.name}"]
-        self.sending = self._session.tasks.start(
-            "notify people of slow nodes",
-            self._send(self.sending, job, subject, "\n".join(lines)),
+        info = workflow.info()
+        self._send(
+            Notice(
+                "slow_node",
+                f"{_key(job, 'slow_node', job.submission)}/{new[0].at:%Y-%m-%dT%H:%M:%S}",
+                f"job {job.name} has {count}",
+                lines[0],
+                workflow.now(),
+                done="nothing: the job goes on",
+                command=f"relaunch show {job.name}",
+                details=(*lines[1:], f"generation {job.generation}"),
+                job=job.name,
+                nodes=tuple(one.slow.node for one in new)[:MAX_NODES],
+                workflow=info.workflow_id,
+                run=info.run_id,
+            )
         )
 
-    async def _send(
-        self, before: asyncio.Task[None] | None, job: JobState, subject: str, text: str
-    ) -> None:
+    def _send(self, notice: Notice) -> None:
+        self.sending = self._session.tasks.start(
+            "notify people", self._send_after(self.sending, notice)
+        )
+
+    async def _send_after(self, before: asyncio.Task[None] | None, notice: Notice) -> None:
         if before is not None:
             await workflow.wait([before])
-        await notify_people(job.spec.fleet, subject, text)
+        await tell_people(self._session.job.spec.fleet, (notice,))
+
+
+ASKED, WAITS = "asked ", "waits for nodes "
+"""What the keys of news begin with that is resolved when the job's phase is another one."""
 
 
 def _news_key(job: JobState) -> str | None:
@@ -89,36 +100,120 @@ def _news_key(job: JobState) -> str | None:
     if job.phase is Phase.FAILED:
         return "failed"
     if job.phase is Phase.WAITING_FOR_PERSON and not job.snoozed:
-        return f"asked {job.generation} {job.next.at}"
+        return f"{ASKED}{job.generation} {job.next.at}"
     if job.phase is Phase.WAITING_FOR_NODES and job.reminders:
-        return f"waits for nodes {job.generation} {job.reminders}"
+        return f"{WAITS}{job.generation} {job.reminders}"
     return None
 
 
-def _subject(job: JobState) -> str:
-    if job.phase is Phase.FAILED:
-        return f"relaunch: job {job.name} has failed"
-    still = "still waits" if job.reminders else "waits"
-    whom = "nodes" if job.phase is Phase.WAITING_FOR_NODES else "a person"
-    return f"relaunch: job {job.name} {still} for {whom}"
+def _key(job: JobState, event: NoticeEvent, submission: int) -> str:
+    return f"{job.spec.fleet}/{event}/{job.name}/{submission}"
 
 
-def _text(job: JobState) -> str:
-    lines = [f"{_subject(job).removeprefix('relaunch: ')}: {job.reason}", ""]
-    if failure := describe_failure(job):
-        lines += [*failure, ""]
-    if job.phase is Phase.FAILED:
-        lines += ["Nothing of it runs any more.", *list_commands(job)]
-    elif job.phase is Phase.WAITING_FOR_NODES:
-        lines += [f"Next: {job.next.what}", "Who has the nodes: relaunch nodes list"]
-        lines += [f"To end it: relaunch cancel {job.name} --reason …"]
-    else:
-        answer = f"relaunch answer {job.name} approve|deny|snooze|take-over --reason …"
-        lines += [f"Without an answer: {job.next.what}", f"To answer: {answer}"]
-    nodes = ", ".join(slot.node for slot in job.slots[:16])
-    lines += [
-        "",
-        f"generation {job.generation}" + (f" on {nodes}" if nodes else ""),
-        f"submitted by {job.submitted_by or 'unknown'}",
-    ]
-    return "\n".join(lines)
+def _submitter(job: JobState) -> str:
+    return job.submitted_by or "unknown"
+
+
+def _resolve(
+    job: JobState, event: NoticeEvent, submission: int, subject: str, reason: str
+) -> Notice:
+    info = workflow.info()
+    return Notice(
+        event,
+        _key(job, event, submission),
+        subject,
+        reason or "it was answered",
+        workflow.now(),
+        state="resolved",
+        job=job.name,
+        workflow=info.workflow_id,
+        run=info.run_id,
+    )
+
+
+def _describe_news(job: JobState) -> Notice:
+    match job.phase:
+        case Phase.FAILED:
+            return _describe_end(job)
+        case Phase.WAITING_FOR_NODES:
+            return _describe_wait(job)
+        case _:
+            return _describe_question(job)
+
+
+def _describe_wait(job: JobState) -> Notice:
+    return _describe_job(
+        job,
+        "waiting",
+        f"job {job.name} still waits for nodes",
+        done="its ranks are stopped; it goes on by itself when it gets nodes",
+        wanted=f"free or add nodes, or cancel it. Next: {job.next.what}",
+        command=f"relaunch nodes show --fleet {job.spec.fleet}",
+        more=(
+            f"who has the nodes: relaunch nodes list --fleet {job.spec.fleet}",
+            f"to end it: relaunch cancel {job.name} --reason …",
+        ),
+    )
+
+
+def _describe_question(job: JobState) -> Notice:
+    return _describe_job(
+        job,
+        "question",
+        f"job {job.name} {'still waits' if job.reminders else 'waits'} for a person",
+        done=(
+            "nothing was stopped: ranks may still run"
+            if job.lost
+            else "its ranks are stopped, or are being stopped"
+        ),
+        wanted=f"an answer. Without an answer: {job.next.what}",
+        command=f"relaunch answer {job.name} approve|deny|snooze|take-over --reason …",
+    )
+
+
+def _describe_end(job: JobState) -> Notice:
+    commands = list_commands(job)
+    return _describe_job(
+        job,
+        "failed",
+        f"job {job.name} has failed",
+        done="nothing of it runs any more",
+        wanted="see what failed, and run it again",
+        command=f'relaunch retry {job.name} --reason "…"',
+        more=tuple(commands),
+    )
+
+
+def _describe_job(
+    job: JobState,
+    event: NoticeEvent,
+    subject: str,
+    *,
+    done: str,
+    wanted: str,
+    command: str,
+    more: tuple[str, ...] = (),
+) -> Notice:
+    failure, info = find_failure(job), workflow.info()
+    nodes = tuple(slot.node for slot in job.slots)
+    return Notice(
+        event,
+        _key(job, event, job.submission),
+        subject,
+        job.reason,
+        workflow.now(),
+        done=done,
+        wanted=wanted,
+        command=command,
+        details=(
+            *describe_failure(job),
+            *more,
+            f"generation {job.generation}",
+            f"submitted by {_submitter(job)}",
+        ),
+        job=job.name,
+        nodes=nodes[:MAX_NODES],
+        cause=failure.fault.cause if failure else None,
+        workflow=info.workflow_id,
+        run=info.run_id,
+    )

@@ -90,6 +90,8 @@ class TrainingJob(MessageHandlers):
             self._watches.start()
             self._deadline.set(start.carried.deadline)
             self._drain_timers.update()
+        else:
+            self._notices.resolve_failure(start.previous)
         while True:
             try:
                 await workflow.wait_condition(

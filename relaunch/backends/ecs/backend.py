@@ -320,6 +320,10 @@ class EcsBackend:
 
     # --- notifications, events and attributes
 
+    @property
+    def has_topic(self) -> bool:
+        return self._topic is not None
+
     async def tell_people(self, subject: str, text: str) -> str:
         if self._topic is None:
             return "its fleet names no topic"

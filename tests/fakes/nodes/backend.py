@@ -133,6 +133,10 @@ class SimulatedBackend:
 
     # --- base.TellsPeople ---
 
+    @property
+    def has_topic(self) -> bool:
+        return True
+
     async def tell_people(self, subject: str, text: str) -> str:
         self.told.append((subject, text))
         return "sent"

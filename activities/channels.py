@@ -1,0 +1,213 @@
+"""Sends one message to one channel: a webhook, or an address of the library `apprise`.
+
+Secrets and addresses are read here, on the worker, each time. No error repeats them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import os
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from relaunch.spec.fleet import Channel, check_webhook
+from relaunch.spec.job import SecretReference
+
+SEND_TIMEOUT_S = 10.0
+"""For one message to one channel, after those before it. A receiver should only store it."""
+QUEUE_TIMEOUT_S = 30.0
+"""How long a message waits for those before it to the same channel."""
+MAX_CONCURRENT = 4
+"""Messages at once to one channel. More than these do not wait for a receiver that hangs."""
+SIGNATURE = "X-Relaunch-Signature"
+MAX_SECRET_BYTES = 64 * 1024
+MIN_REDACTED = 4
+"""Characters of a part of an address from which on error texts do not repeat it."""
+
+
+class ChannelError(Exception):
+    def __init__(self, reason: str, is_ambiguous: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.is_ambiguous = is_ambiguous
+        """Whether the message may have been delivered all the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    subject: str
+    text: str
+    body: dict[str, Any]
+    """The JSON of a webhook."""
+
+
+class ChannelSender:
+    def __init__(self) -> None:
+        self._gates: dict[str, asyncio.Semaphore] = {}
+
+    async def send(self, name: str, channel: Channel, message: Message) -> None:
+        """Send a message.
+
+        Raises:
+            ChannelError: it was not delivered, or that is not known.
+        """
+        gate = self._gates.setdefault(name, asyncio.Semaphore(MAX_CONCURRENT))
+        send = _send_webhook if channel.webhook is not None else _send_apprise
+        try:
+            async with asyncio.timeout(QUEUE_TIMEOUT_S):
+                await gate.acquire()
+        except TimeoutError:
+            raise ChannelError("the messages before it hang") from None
+        done = _run_in_thread(lambda: send(channel, message), gate.release)
+        try:
+            async with asyncio.timeout(SEND_TIMEOUT_S):
+                await asyncio.shield(done)
+        except TimeoutError:
+            raise ChannelError(f"no answer within {SEND_TIMEOUT_S:g} s", True) from None
+
+
+def read_secret(reference: SecretReference) -> str:
+    """Read a secret, without the line end after it.
+
+    Raises:
+        ChannelError: it cannot be read, or is empty.
+    """
+    if reference.env is not None:
+        if value := os.environ.get(reference.env, ""):
+            return value
+        raise ChannelError(f"the worker's environment has no {reference.env}")
+    path = Path(reference.file or "")
+    try:
+        with path.open("rb") as file:
+            value = file.read(MAX_SECRET_BYTES).decode().strip()
+    except OSError as error:
+        raise ChannelError(f"file {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ChannelError(f"file {path} is not UTF-8 text") from None
+    if not value:
+        raise ChannelError(f"file {path} is empty")
+    return value
+
+
+def sign(body: bytes, secret: str) -> str:
+    """Return the value of the signature's header."""
+    return f"sha256={hmac.new(secret.encode(), body, hashlib.sha256).hexdigest()}"
+
+
+def _run_in_thread(work: Callable[[], None], then: Callable[[], None]) -> asyncio.Future[None]:
+    """Run `work` in a thread that does not keep the process alive, and call `then` at its end.
+
+    Libraries that send messages block, and some cannot be bounded in time.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def settle(error: ChannelError | None) -> None:
+        then()
+        if done.cancelled():
+            return
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
+            done.exception()  # else one that is raised after the timeout is logged
+
+    def run() -> None:
+        error: ChannelError | None = None
+        try:
+            work()
+        except ChannelError as raised:
+            error = raised
+        except Exception as raised:  # of a library, and its text may repeat the address
+            error = ChannelError(f"it raised {type(raised).__name__}", True)
+        try:
+            loop.call_soon_threadsafe(settle, error)
+        except RuntimeError:  # the worker has ended
+            return
+
+    threading.Thread(target=run, daemon=True, name="relaunch-channel").start()
+    return done
+
+
+def _read_address(address: str | SecretReference | None) -> str:
+    return read_secret(address) if isinstance(address, SecretReference) else address or ""
+
+
+def _send_webhook(channel: Channel, message: Message) -> None:
+    import http.client
+    import urllib.error
+    import urllib.request
+
+    class NoRedirects(urllib.request.HTTPRedirectHandler):
+        """A redirected POST would become a GET without its body."""
+
+        def redirect_request(self, *_: Any) -> None:
+            return None
+
+    url = _read_address(channel.webhook)
+    try:
+        check_webhook(url)
+    except ValueError as error:
+        raise ChannelError(str(error)) from None
+    body = json.dumps(message.body).encode()
+    headers = {"Content-Type": "application/json", "User-Agent": "relaunch"}
+    if channel.secret is not None:
+        headers[SIGNATURE] = sign(body, read_secret(channel.secret))
+    opener = urllib.request.build_opener(NoRedirects())
+    try:
+        request = urllib.request.Request(url, body, headers, method="POST")
+        with opener.open(request, timeout=SEND_TIMEOUT_S):
+            return
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise ChannelError(f"it answered {error.code}") from None
+    except urllib.error.URLError as error:
+        if isinstance(error.reason, TimeoutError):
+            raise ChannelError(f"no answer within {SEND_TIMEOUT_S:g} s", True) from None
+        raise ChannelError(_redact(f"it cannot be reached: {error.reason}", url)) from None
+    except TimeoutError:
+        raise ChannelError(f"no answer within {SEND_TIMEOUT_S:g} s", True) from None
+    except (OSError, http.client.HTTPException) as error:
+        reason = f"the connection broke: {type(error).__name__}"
+        raise ChannelError(reason, True) from None
+    except ValueError:  # of http.client, for an address with spaces; its text repeats it
+        raise ChannelError("its address cannot be used") from None
+
+
+def _send_apprise(channel: Channel, message: Message) -> None:
+    import apprise
+
+    url = _read_address(channel.apprise)
+    sender = apprise.Apprise()
+    # What apprise logs may contain the address. The reason below repeats it without that.
+    logger = logging.getLogger("apprise")
+    logger.propagate = False
+    capture: Any = apprise.LogCapture
+    with capture(level=logging.WARNING, fmt="%(message)s") as log:
+        is_valid = sender.add(url)
+        is_sent = is_valid and sender.notify(title=message.subject, body=message.text)
+        lines = log.getvalue().splitlines()
+    if not is_valid:
+        raise ChannelError("apprise does not know an address like this one")
+    if not is_sent:
+        said = "; ".join(dict.fromkeys(lines))[:300] or "apprise does not say why"
+        raise ChannelError(_redact(said, url))
+
+
+def _redact(text: str, url: str) -> str:
+    """Return the text without the parts of an address, which may be passwords or tokens."""
+    parts = {*re.split(r"[:/@?&=,]+", url), *re.split(r"[:/@?&=,]+", unquote(url))}
+    scheme = urlsplit(url).scheme
+    for part in sorted(parts - {scheme}, key=len, reverse=True):
+        if len(part) >= MIN_REDACTED:
+            text = text.replace(part, "…")
+    return text

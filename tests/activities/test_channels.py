@@ -1,0 +1,116 @@
+"""Messages to a real HTTP server and a real mail server, and what is said if they fail."""
+
+from __future__ import annotations
+
+import email
+import hashlib
+import hmac
+import json
+import time
+from email.policy import default
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relaunch.activities import channels
+from relaunch.activities.channels import SIGNATURE, ChannelError, ChannelSender, Message
+from relaunch.spec.fleet import Channel
+from tests.receivers import find_port, mail_server, webhook
+
+MESSAGE = Message("relaunch: job llama has failed", "what failed", {"version": 1, "id": "x/1"})
+PASSWORD = "correct-horse"
+# apprise imports it where Python still has it.
+pytestmark = pytest.mark.filterwarnings("ignore:'imghdr' is deprecated")
+
+
+@pytest.fixture(autouse=True)
+def _without_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+
+async def send(**channel: Any) -> None:
+    await ChannelSender().send("it", Channel.model_validate(channel), MESSAGE)
+
+
+async def test_a_webhook_gets_signed_json(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("s3cret\n")
+    with webhook() as received:
+        await send(webhook=received.url, secret={"file": str(key)})
+        ((headers, body),) = received.requests
+    assert json.loads(body) == MESSAGE.body
+    assert headers["Content-Type"] == "application/json"
+    expected = hmac.new(b"s3cret", body, hashlib.sha256).hexdigest()
+    assert headers[SIGNATURE] == f"sha256={expected}"
+
+
+async def test_a_secret_is_read_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with webhook() as received:
+        await send(webhook=received.url)
+        for value in ("one", "two"):
+            monkeypatch.setenv("HOOK_KEY", value)
+            await send(webhook=received.url, secret={"env": "HOOK_KEY"})
+        signatures = [headers.get(SIGNATURE) for headers, _ in received.requests]
+        address = tmp_path / "address"
+        address.write_text(f"{received.url}\n")
+        await send(webhook={"file": str(address)})
+        assert len(received.requests) == 4
+    assert signatures[0] is None and len(set(signatures)) == 3
+
+
+@pytest.mark.parametrize("status", [301, 302, 404, 429, 500])
+async def test_an_answer_other_than_success_is_a_failure(status: int) -> None:
+    with webhook(status) as received:
+        with pytest.raises(ChannelError) as raised:
+            await send(webhook=received.url)
+        assert len(received.requests) == 1, "a redirect is not followed"
+    assert (raised.value.reason, raised.value.is_ambiguous) == (f"it answered {status}", False)
+
+
+async def test_a_receiver_that_hangs_is_ambiguous(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "SEND_TIMEOUT_S", 0.3)
+    with webhook(hangs=True) as received:
+        began = time.monotonic()
+        with pytest.raises(ChannelError) as raised:
+            await send(webhook=received.url)
+        assert time.monotonic() - began < 5
+    assert raised.value.is_ambiguous and "0.3 s" in raised.value.reason
+
+
+async def test_errors_name_the_place_and_repeat_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    empty, bad = tmp_path / "empty", tmp_path / "bad"
+    empty.write_text("\n")
+    bad.write_text(f"gopher://{PASSWORD}")
+    closed = f"http://{PASSWORD}@127.0.0.1:{find_port()}/{PASSWORD}"
+    cases = [
+        ({"webhook": closed}, "cannot be reached"),
+        ({"webhook": {"file": str(tmp_path / "none")}}, str(tmp_path / "none")),
+        ({"webhook": {"file": str(empty)}}, "is empty"),
+        ({"webhook": {"file": str(bad)}}, "not the address of a webhook"),
+        ({"webhook": closed, "secret": {"env": "NO_SUCH_KEY"}}, "NO_SUCH_KEY"),
+        ({"apprise": f"nosuch://{PASSWORD}"}, "apprise does not know"),
+        (
+            {"apprise": f"mailto://u:{PASSWORD}@127.0.0.1:{find_port()}?from=a@b.de&to=c@d.de"},
+            "",
+        ),
+    ]
+    for channel, sentence in cases:
+        with pytest.raises(ChannelError) as raised:
+            await send(**channel)
+        assert sentence in raised.value.reason and raised.value.reason
+        assert PASSWORD not in raised.value.reason
+
+
+async def test_apprise_sends_a_mail() -> None:
+    port = find_port()
+    with mail_server(port) as mails:
+        await send(apprise=f"mailto://127.0.0.1:{port}?from=relaunch@a.de&to=ada@b.de&format=text")
+        (raw,) = mails
+    mail = email.message_from_bytes(raw, policy=default)
+    assert mail["Subject"] == MESSAGE.subject and "ada@b.de" in mail["To"]
+    part = mail.get_body(("plain",))
+    assert part is not None and MESSAGE.text in part.get_content()

@@ -1,0 +1,97 @@
+"""Real receivers of notices: an HTTP server, and a mail server."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from aiosmtpd.controller import Controller
+
+
+@dataclass
+class Webhook:
+    """An HTTP server that keeps what it gets."""
+
+    url: str = ""
+    status: int = 200
+    hangs: threading.Event = field(default_factory=threading.Event)
+    """Set: it answers no request until it is cleared or the receiver ends."""
+    over: threading.Event = field(default_factory=threading.Event)
+    requests: list[tuple[dict[str, str], bytes]] = field(default_factory=list)
+    """Headers and body, in the order of their arrival."""
+
+    @property
+    def bodies(self) -> list[dict[str, Any]]:
+        return [json.loads(body) for _, body in self.requests]
+
+    @property
+    def notices(self) -> list[dict[str, Any]]:
+        return [notice for body in self.bodies for notice in body["notices"]]
+
+
+@contextmanager
+def webhook(status: int = 200, hangs: bool = False) -> Iterator[Webhook]:
+    received = Webhook(status=status)
+    if hangs:
+        received.hangs.set()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            length = int(self.headers["Content-Length"])
+            body = self.rfile.read(length)
+            received.requests.append((dict(self.headers), body))
+            while received.hangs.is_set() and not received.over.wait(0.05):
+                pass
+            if not received.over.is_set():
+                self.send_response(received.status)
+                self.send_header("Location", "/elsewhere")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    received.url = f"http://127.0.0.1:{server.server_address[1]}/hook"
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield received
+    finally:
+        received.over.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def find_port() -> int:
+    """Return a port that is free now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+class _Mailbox:
+    def __init__(self) -> None:
+        self.mails: list[bytes] = []
+
+    async def handle_DATA(self, _server: Any, _session: Any, envelope: Any) -> str:
+        self.mails.append(envelope.content)
+        return "250 kept"
+
+
+@contextmanager
+def mail_server(port: int) -> Iterator[list[bytes]]:
+    """Serve SMTP on a port; yield the mails, as they arrive."""
+    mailbox = _Mailbox()
+    controller = Controller(mailbox, hostname="127.0.0.1", port=port)
+    controller.start()
+    try:
+        yield mailbox.mails
+    finally:
+        controller.stop()

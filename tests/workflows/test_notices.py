@@ -1,0 +1,261 @@
+"""Notices of jobs and fleets, from what happens to real receivers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from temporalio.testing import WorkflowEnvironment
+
+from relaunch.activities.notify import PeopleActivities
+from relaunch.evidence.causes import Cause
+from relaunch.job.state import Phase
+from relaunch.messages.ids import NOTIFIER_ID_PREFIX
+from relaunch.messages.notices import Notice, Outbox, TellPeopleInput
+from relaunch.pool.messages import Suspect
+from relaunch.pool.state import NodeStatus
+from relaunch.workflows.notifier.outbox import MAX_MESSAGES
+from tests.fakes.nodes import Exit, Script, Sick
+from tests.receivers import Webhook, webhook
+from tests.workflows.claimants import claimants, fleet_state, until_fleet
+from tests.workflows.conftest import MakeRig
+from tests.workflows.rig import PATIENCE, Rig, policy, rig
+from tests.workflows.test_fleet import standing
+from tests.workflows.test_fleet_details import NOW
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+ASK = {"APPLICATION": [{"strategy": "ASK"}], "UNKNOWN": [{"strategy": "ASK"}]}
+
+
+@pytest.fixture(autouse=True)
+def _without_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+
+def make(
+    make_rig: MakeRig, script: Script, *channels: dict[str, Any], **options: Any
+) -> AbstractAsyncContextManager[Rig]:
+    """Return a rig whose fleet has a unique name: the server outlives the test."""
+    name = f"f-{uuid.uuid4().hex[:8]}"
+    return make_rig(script, name=name, notify=list(channels), **options)
+
+
+async def until(holds: Callable[[], bool], what: Callable[[], object]) -> None:
+    deadline = asyncio.get_running_loop().time() + PATIENCE
+    while not holds():
+        assert asyncio.get_running_loop().time() < deadline, what()
+        await asyncio.sleep(0.05)
+
+
+def events(received: Webhook) -> list[tuple[str, str]]:
+    return [(one["event"], one["state"]) for one in received.notices]
+
+
+async def until_events(received: Webhook, *expected: tuple[str, str]) -> list[dict[str, Any]]:
+    await until(lambda: len(received.notices) >= len(expected), lambda: received.notices)
+    assert events(received) == list(expected)
+    return received.notices
+
+
+async def test_a_question_and_a_failure_are_open_and_resolved(make_rig: MakeRig) -> None:
+    script = Script((Exit(rank=0, exit_code=1, generation=1),))
+    with webhook() as received:
+        async with make(make_rig, script, {"webhook": received.url}) as rig:
+            job = await rig.submit(policy(causes=ASK))
+            state = await job.until_phase(Phase.WAITING_FOR_PERSON)
+            (asked,) = await until_events(received, ("question", "open"))
+            known = rig.fleets.known.name
+            assert asked["key"] == f"{known}/question/{state.name}/{state.submission}"
+            assert (asked["job"], asked["cause"]) == (state.name, "APPLICATION")
+            assert asked["reason"] == state.reason
+            assert asked["command"].startswith(f"relaunch answer {state.name} approve|deny")
+            page = f"http://ui.example.com/namespaces/default/workflows/job%2F{state.name}/"
+            assert asked["link"].startswith(page)
+            await job.handle.execute_update("answer", {"decision": "deny", "by": "ada"})
+            result = await job.result()
+            found = await until_events(
+                received, ("question", "open"), ("question", "resolved"), ("failed", "open")
+            )
+            assert found[1]["key"] == asked["key"] != found[2]["key"]
+            again = await rig.submit(
+                policy(causes=ASK), name=result.name, start={"previous": result.state}
+            )
+            await again.until_phase(Phase.WAITING_FOR_PERSON)
+            await again.handle.signal("cancel")
+            assert (await again.result()).phase is Phase.CANCELLED
+            found = await until_events(
+                received,
+                ("question", "open"),
+                ("question", "resolved"),
+                ("failed", "open"),
+                ("failed", "resolved"),
+                ("question", "open"),
+                ("question", "resolved"),
+            )
+            assert found[3]["key"] == found[2]["key"]
+            assert found[4]["key"] == found[5]["key"] != asked["key"]
+        assert len({body["id"] for body in received.bodies}) == len(received.requests)
+
+
+async def test_a_receiver_that_hangs_delays_no_recovery(make_rig: MakeRig) -> None:
+    script = Script((Exit(rank=0, exit_code=1, generation=1),))
+    with webhook(hangs=True) as hung, webhook() as well:
+        async with make(make_rig, script, {"webhook": hung.url}, {"webhook": well.url}) as rig:
+            job = await rig.submit(policy(causes=ASK))
+            await job.until_phase(Phase.WAITING_FOR_PERSON)
+            await until(lambda: len(hung.requests) == 1, lambda: hung.requests)
+            await until_events(well, ("question", "open"))
+            began = time.monotonic()
+            await job.handle.execute_update("answer", {"decision": "approve", "by": "ada"})
+            await job.until_phase(Phase.RUNNING, 2)
+            took = time.monotonic() - began
+            await job.handle.signal("cancel")
+            assert (await job.result()).phase is Phase.CANCELLED
+            assert len(hung.requests) == 1 and hung.hangs.is_set(), "it hung all that time"
+            assert took < 9, "less than the receiver has to answer"
+            await until(lambda: len(well.notices) == 2, lambda: well.notices)
+            outbox: Outbox = await rig.notifier.query("state", result_type=Outbox)
+            while not outbox.failing:
+                await asyncio.sleep(0.2)
+                outbox = await rig.notifier.query("state", result_type=Outbox)
+            (failing,) = outbox.failing
+            assert failing.channel == "webhook 127.0.0.1" and "10 s" in failing.reason
+            hung.hangs.clear()
+            await until(lambda: ("question", "resolved") in events(hung), lambda: hung.notices)
+        assert events(well) == [("question", "open"), ("question", "resolved")]
+
+
+async def test_channels_take_their_events_and_causes(make_rig: MakeRig) -> None:
+    script = Script((Exit(rank=0, exit_code=1, generation=1),))
+    with webhook() as failures, webhook() as networks, webhook() as every:
+        channels: tuple[dict[str, Any], ...] = (
+            {"webhook": failures.url, "events": ["failed"]},
+            {"webhook": networks.url, "causes": ["NETWORK"]},
+            {"webhook": every.url, "causes": ["APPLICATION"]},
+        )
+        async with make(make_rig, script, *channels) as rig:
+            job = await rig.submit(policy(causes=ASK))
+            await job.until_phase(Phase.WAITING_FOR_PERSON)
+            await job.handle.execute_update("answer", {"decision": "deny", "by": "ada"})
+            await job.result()
+            await until_events(
+                every, ("question", "open"), ("question", "resolved"), ("failed", "open")
+            )
+            await until_events(failures, ("failed", "open"))
+        assert networks.requests == []
+
+
+async def test_a_fleet_tells_of_quarantine_and_breaker(make_rig: MakeRig) -> None:
+    sick = (Sick(node="n1", dcgm_error=(0, 52)),)
+    with webhook() as received:
+        async with (
+            make(
+                make_rig,
+                Script(sick, then="run"),
+                {"webhook": received.url},
+                nodes=3,
+                gpus=1,
+                limits={"nodes_out": 1},
+            ) as rig,
+            claimants(rig) as begin,
+        ):
+            job = await begin()
+
+            def blame(name: str) -> Suspect:
+                at = datetime.now(UTC)
+                reason = f"Xid 79 on {name}"
+                return Suspect(name, at, 1, Cause.GPU_FATAL, reason, code="Xid 79", isolate=True)
+
+            await job.claim(0, suspects=(blame("n1"),))
+            await until_fleet(
+                rig, lambda state: standing(state, "n1") is NodeStatus.QUARANTINED, "n1 out"
+            )
+            (first,) = await until_events(received, ("quarantine", "open"))
+            assert (first["nodes"], first["cause"]) == (["n1"], "GPU_FATAL")
+            await rig.fleet.signal("quarantine", {"node": "n3", "reason": "a fan", "by": "ada"})
+            await job.claim(0, suspects=(blame("n1"), blame("n2")))
+            await until_events(received, ("quarantine", "open"), ("breaker", "open"))
+            await rig.fleet.signal("release", {"node": "n1", "reason": "reseated", "by": "ada"})
+            await until_fleet(
+                rig, lambda state: standing(state, "n1") is NodeStatus.IN_SERVICE, "n1 back"
+            )
+            await rig.fleet.signal("resume", {"reason": "seen", "by": "ada"})
+            await until_fleet(rig, lambda state: not state.breaker.is_open, "closed")
+            found = await until_events(
+                received,
+                ("quarantine", "open"),
+                ("breaker", "open"),
+                ("quarantine", "resolved"),
+                ("breaker", "resolved"),
+                *[("quarantine", "open")] * (len(received.notices) > 4),
+            )
+            assert (found[2]["key"], found[3]["key"]) == (found[0]["key"], found[1]["key"])
+            assert "ada" in found[2]["reason"]
+            assert standing(await fleet_state(rig), "n3") is NodeStatus.QUARANTINED
+        assert not any("n3" in one["nodes"] for one in received.notices), "ada knows that"
+
+
+async def test_500_incidents_in_a_minute_are_ten_messages(
+    skipping: WorkflowEnvironment, tmp_path: Path
+) -> None:
+    """Of 500 jobs that ask, 250 are answered before the minute is over."""
+    with webhook() as received:
+        channels = [{"webhook": received.url}]
+        async with rig(skipping.client, tmp_path, name="storm", notify=channels) as made:
+            people = PeopleActivities(made.fleets, skipping.client, made.queue)
+
+            async def tell(number: int, state: Any) -> None:
+                at = datetime.now(UTC)
+                key = f"storm/question/j{number}/1"
+                notice = Notice("question", key, f"job j{number} waits", "why", at, state)
+                await people.tell_people(TellPeopleInput("storm", (notice,)))
+
+            for number in range(500):
+                await tell(number, "open")
+                if number % 2:
+                    await tell(number, "resolved")
+            answered = time.monotonic()
+            first_minute = len(received.requests)
+            await skipping.sleep(timedelta(minutes=3))
+            await until(
+                lambda: sum(state == "open" for _, state in events(received)) >= 250,
+                lambda: len(received.notices),
+            )
+            assert answered is not None and first_minute <= MAX_MESSAGES
+            assert len(received.requests) <= 3 * MAX_MESSAGES
+            opened = [one["key"] for one in received.notices if one["state"] == "open"]
+            resolved = [one["key"] for one in received.notices if one["state"] == "resolved"]
+            assert len(opened) == len(set(opened)) and set(resolved) <= set(opened)
+            late = [key for key in opened if int(key.split("/")[2][1:]) % 2]
+            assert sorted(late) == sorted(resolved), "what is resolved was not sent afterwards"
+            assert len(late) <= MAX_MESSAGES
+
+
+async def test_a_notifier_that_continues_as_new_forgets_nothing(make_short_rig: MakeRig) -> None:
+    with webhook() as received:
+        async with make(make_short_rig, Script(), {"webhook": received.url}) as rig:
+            name = rig.fleets.known.name
+            people = PeopleActivities(rig.fleets, rig.client, rig.queue)
+
+            async def tell(key: str, state: Any) -> None:
+                notice = Notice("breaker", key, key, "why", NOW, state)
+                await people.tell_people(TellPeopleInput(name, (notice,)))
+
+            for number in range(4):
+                await tell(f"k{number}", "open")
+                await tell(f"k{number}", "open")
+                await until(lambda n=number: len(received.notices) > n, lambda: received.notices)  # type: ignore[misc]
+            described = await rig.notifier.describe()
+            assert described.id == f"{NOTIFIER_ID_PREFIX}{name}"
+            first = described.raw_description.workflow_execution_info.first_run_id
+            assert described.run_id != first, "it has continued as new"
+            await tell("k0", "resolved")
+            await until(lambda: len(received.notices) == 5, lambda: received.notices)
+            assert [one["key"] for one in received.notices] == ["k0", "k1", "k2", "k3", "k0"]

@@ -1,0 +1,1 @@
+"""Workflow that sends the notices of one fleet to people."""
