@@ -95,6 +95,16 @@ def test_a_worker_serves_every_fleet_file_of_the_folder(tmp_path: Path) -> None:
     ]
 
 
+def test_a_worker_without_a_fleet_file_says_so(tmp_path: Path) -> None:
+    command = [typed(word) for word in SERVICES["worker-a"]["command"]]
+    command[2] = command[2].replace("/etc/relaunch/fleets", shlex.quote(str(tmp_path)))
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"relaunch-worker: no fleet file {tmp_path}/*.yaml: write one, as docs/compose.md says\n"
+    )
+
+
 def image(folder: Path) -> None:
     """What the Dockerfile copies, so far as .dockerignore lets it."""
     let = [
