@@ -63,6 +63,8 @@ each would take as long as all of them together, exceed the workflow task timeou
 endlessly."""
 WATCHES = "watches"
 """Folder, in the state folder, of the watches that each worker has."""
+ARCHIVE = "archive"
+"""Folder, in the state folder, of the older incidents of jobs."""
 TAKE_OVER_INTERVAL_S = 2.0
 """Seconds between two looks for workers on the same state folder that were killed."""
 SDK_THREADS = "TOKIO_WORKER_THREADS"
@@ -249,8 +251,8 @@ def make_worker(
     jobs, watch = JobActivities(fleets, client), WatchActivities(fleets, client, running)
     nodes, fleet = NodeActivities(fleets), FleetActivities(fleets, client, settings.task_queue)
     records, logs = (
-        RecordActivities(settings.state / "archive"),
-        LogActivities(fleets, settings.state / "archive"),
+        RecordActivities(settings.state / ARCHIVE),
+        LogActivities(fleets, settings.state / ARCHIVE),
     )
     people = PeopleActivities(fleets, client, settings.task_queue, settings.web_ui or "")
     runner = TaskRunner()
@@ -325,6 +327,8 @@ async def serve(settings: Settings, build: str | None, is_near: bool = False) ->
     ]
     running = RunningWatches(settings.state / WATCHES)
     running.open()
+    # Also before the first incident is archived: a backup of it is then empty, and does not fail.
+    (settings.state / ARCHIVE).mkdir(parents=True, exist_ok=True)
     gc.freeze()
     gc.enable()
     others: list[asyncio.Task[None]] = []

@@ -114,6 +114,7 @@ async def test_a_namespace_is_set_up_once_and_its_worker_seen_to_poll(
         await eventually(lambda: last_poll(server, QUEUE, here), "the worker is not seen to poll")
         assert await healthy() == 0, said.read_text()
         assert await last_poll(server, QUEUE, "another-host") is None
+        assert (tmp_path / "state" / "archive").is_dir()  # which the documented backup reads
     finally:
         begun = time.monotonic()
         await worker.end(signal.SIGTERM)
