@@ -45,7 +45,7 @@ from relaunch.job.fencing import safe_after  # noqa: E402
 from relaunch.job.state import JobState, Phase  # noqa: E402
 from relaunch.temporal import connect, find_running_up  # noqa: E402
 
-STEPS = 270
+STEPS = 420
 TRAIN = ("--steps", str(STEPS), "--batch", "16", "--checkpoint-every", "20", "--step-time", "0.1")
 TIMEOUTS = {
     "heartbeat": "0.5s",
