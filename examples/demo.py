@@ -45,7 +45,7 @@ from relaunch.job.fencing import safe_after  # noqa: E402
 from relaunch.job.state import JobState, Phase  # noqa: E402
 from relaunch.temporal import connect, find_running_up  # noqa: E402
 
-STEPS = 420
+STEPS = 270
 TRAIN = ("--steps", str(STEPS), "--batch", "16", "--checkpoint-every", "20", "--step-time", "0.1")
 TIMEOUTS = {
     "heartbeat": "0.5s",
@@ -99,7 +99,7 @@ class Screen:
 
     async def follow(self, client: Client, name: str) -> None:
         narrator = follow.Narrator(self.say)
-        async for now in follow.watch(client, name):
+        async for now in follow.watch(client, name, follow.LIVE_REFRESH_INTERVAL_S):
             self.looks[name] = now
             if name == "troubled":
                 narrator.tell(now)

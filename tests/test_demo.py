@@ -117,5 +117,5 @@ def test_ctrl_c_on_a_terminal_ends_everything(
     assert demo.wait() == 130, out.decode()
     shown = out.decode()
     assert "interrupted; nothing is" in shown
-    assert "━" in shown and "of 420" in shown and "next " in shown
+    assert "━" in shown and "of 270" in shown and "next " in shown
     assert (left_of(tmp_path), list(tmp_path.glob("relaunch-demo-*"))) == ([], [])
