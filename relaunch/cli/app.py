@@ -188,6 +188,19 @@ def doctor(as_json: Json = False) -> None:
     raise typer.Exit(any(one.action for one in found))
 
 
+@app.command()
+def backup(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder.")],
+    state: State = None,
+) -> None:
+    """Copy what `up` keeps in its state folder, also while it runs: database, archived incidents,
+    environments of jobs. docs/operations.md says how to restore it."""
+    from relaunch.cli.backup import back_up
+
+    size = back_up(read_settings(state=state).state, folder)
+    print(f"{folder} has the backup: {size / 2**20:.1f} MiB; it may contain secrets of jobs")
+
+
 def _accept(*names: str) -> Any:
     """Return an option of torchrun that is accepted; docs/launchers.md says what it does."""
     return typer.Option(*names, hidden=True)

@@ -1,0 +1,218 @@
+"""`relaunch backup`: of a database that is being written, and of a service that is then lost."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from relaunch.cli.backup import back_up
+from relaunch.cli.database import DATABASE
+from relaunch.config import ConfigError
+from tests.console.commands import STARTER, bare_environment
+
+DEADLINE = 240.0
+"""Seconds that only a hang reaches."""
+WRITER = """
+import sqlite3, sys
+file = sqlite3.connect(sys.argv[1], isolation_level=None)
+file.execute("pragma journal_mode=WAL")
+file.execute("create table numbers (number integer, text text)")
+for number in range(10**9):
+    file.execute("insert into numbers values (?, ?)", (number, "x" * 1000))
+    print(number, flush=True)
+"""
+
+
+def test_a_database_is_copied_while_a_process_writes_to_it(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    (state / "archive").mkdir(parents=True)
+    (state / "archive" / "incident.json").write_text("{}")
+    (state / "one-partition").touch()
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(state / DATABASE)], stdout=subprocess.PIPE, text=True
+    ) as writer:
+        assert writer.stdout is not None
+        acknowledged = max(int(writer.stdout.readline()) for _ in range(200))
+        size = back_up(state, tmp_path / "copy")
+        after = int(writer.stdout.readline())
+        writer.kill()
+        writer.stdout.read()
+    with closing(sqlite3.connect(tmp_path / "copy" / DATABASE)) as copy:
+        found = [number for (number,) in copy.execute("select number from numbers")]
+        assert copy.execute("pragma integrity_check").fetchone() == ("ok",)
+    assert found == list(range(len(found))), "a prefix of what was written"
+    assert acknowledged < len(found) and acknowledged < after
+    assert size > len(found) * 1000
+    assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == [
+        "archive",
+        "one-partition",
+        DATABASE,
+    ]
+    assert (tmp_path / "copy").stat().st_mode & 0o777 == 0o700, "environments may be secret"
+
+
+def test_what_cannot_be_copied_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    state.mkdir()
+    with pytest.raises(ConfigError, match=r"there is no database .*state/temporal\.db"):
+        back_up(state, tmp_path / "copy")
+    (state / DATABASE).write_bytes(b"no database" * 1000)
+    with pytest.raises(ConfigError, match="file is not a database"):
+        back_up(state, tmp_path / "copy")
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ConfigError, match=r"there exists: expected the name of a new folder"):
+        back_up(state, tmp_path / "there")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["state", "there"]
+
+
+@contextmanager
+def up(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    words = [sys.executable, STARTER, "up", "--port", "0", "--ui-port", "0"]
+    with subprocess.Popen(
+        words,
+        cwd=folder,
+        env=bare_environment({}),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            assert process.stderr is not None
+            said = ""
+            while "worker started" not in said:
+                line = process.stderr.readline()
+                assert line, said
+                said += line
+            yield process
+        finally:
+            process.kill()  # its children die with it: nothing is stopped in order
+            process.communicate()
+
+
+def relaunch(folder: Path, *words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, STARTER, *words],
+        cwd=folder,
+        env=bare_environment({}),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+    )
+    return done.stdout + done.stderr
+
+
+def until(is_true: Callable[[], bool], what: Callable[[], str]) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not is_true():
+        assert time.monotonic() < deadline, what()
+        time.sleep(0.5)
+
+
+RANK = """
+import os, time
+with open("starts", "a") as starts:
+    print(os.environ["RELAUNCH_GENERATION"], os.getpid(), file=starts)
+for step in range(10**9):
+    print("step", step, flush=True)
+    time.sleep(0.1)
+"""
+JOB = r"""
+name: first
+command: [%s, rank.py]
+progress: {log_pattern: 'step (?P<step>\d+)'}
+policy: {timeouts: {heartbeat: 1s, lease: 5s, fence_after: 5s, lost_after: 5s}}
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    (tmp_path / "rank.py").write_text(RANK)
+    (tmp_path / "job.yaml").write_text(JOB % sys.executable)
+    yield tmp_path
+    for _, pid in starts(tmp_path):
+        with open(os.devnull, "w") as devnull:
+            subprocess.run(["kill", "-9", str(pid)], stderr=devnull)
+
+
+def starts(folder: Path) -> list[tuple[int, int]]:
+    """Generation and process of each rank that has ever started, in order."""
+    path = folder / "starts"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [(int(line.split()[0]), int(line.split()[1])) for line in lines]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path("/proc", str(pid), "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def restore(folder: Path) -> None:
+    for old in (folder / ".relaunch").glob(f"{DATABASE}*"):
+        old.unlink()
+    shutil.copytree(folder / "copy", folder / ".relaunch", dirs_exist_ok=True)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3 * DEADLINE)
+def test_a_job_goes_on_under_the_restored_service(place: Path) -> None:
+    def show() -> str:
+        return relaunch(place, "show", "first")
+
+    with up(place):
+        relaunch(place, "submit", "job.yaml")
+        until(lambda: "progress    step" in show(), show)
+        assert "has the backup" in relaunch(place, "backup", "copy")
+    restore(place)
+    with up(place):
+        until(lambda: "progress    step" in show(), show)
+        assert "RUNNING: generation 1" in show()
+        ((generation, rank),) = starts(place)
+        assert generation == 1 and is_alive(rank), "the rank was left alone"
+        os.kill(rank, signal.SIGKILL)
+        until(lambda: len(starts(place)) == 2, show)
+        until(lambda: "RUNNING: training passed" in show(), show)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3 * DEADLINE)
+def test_nodes_that_are_newer_than_the_restored_service(place: Path) -> None:
+    """A higher generation is found and passed; ranks of a job that is not known are stopped.
+
+    No two generations live at once, and no node runs ranks of two jobs.
+    """
+
+    def show() -> str:
+        return relaunch(place, "show", "first")
+
+    (place / "newer.yaml").write_text((place / "job.yaml").read_text().replace("first", "newer"))
+    with up(place):
+        relaunch(place, "submit", "job.yaml")
+        until(lambda: "progress    step" in show(), show)
+        relaunch(place, "backup", "copy")
+        os.kill(starts(place)[-1][1], signal.SIGKILL)
+        until(lambda: len(starts(place)) == 2, show)
+        until(lambda: "RUNNING: training passed" in show(), show)
+        relaunch(place, "submit", "newer.yaml")
+        until(lambda: len(starts(place)) == 3, lambda: relaunch(place, "jobs"))
+    (_, second), (_, unknown) = starts(place)[1:]
+    assert is_alive(second) and is_alive(unknown)
+    restore(place)
+    with up(place):
+        until(lambda: not is_alive(unknown), lambda: relaunch(place, "nodes", "list"))
+        until(lambda: "has seen generation 2" in relaunch(place, "history", "first"), show)
+        until(lambda: "RUNNING: training passed" in show(), show)
+        (*_, (generation, rank)) = starts(place)
+        assert generation == 3 and is_alive(rank) and not is_alive(second)
+        assert "newer" not in relaunch(place, "jobs")
