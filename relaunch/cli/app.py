@@ -95,11 +95,15 @@ def up(
     import asyncio
 
     from relaunch.cli import files, service
+    from relaunch.cli.backup import describe_restored
 
     settings = read_settings(state=state)
     fleets = tuple(fleet or settings.fleets)
     known = [files.read_fleet(path) for path in fleets]
     lock = service.prepare_state(settings.state)
+    if (restored := describe_restored(settings.state)) is not None:
+        say(restored)
+        workers = 0
     chosen = service.choose_port("--port", port)
     ui = service.choose_port(
         "--ui-port", ui_port if ui_port is not None else chosen + 1000 if port else 0

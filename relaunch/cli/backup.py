@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from datetime import UTC, datetime
 from pathlib import Path
 
 from relaunch.cli.database import DATABASE, NOTE_FILE
@@ -15,8 +16,28 @@ from relaunch.cli.environment import FOLDER
 from relaunch.cli.service import PARTITIONS_FILE
 from relaunch.config import ConfigError
 
+BACKUP_NOTE = "backup-of"
+"""The file with the time of the backup. Where it is found in a state folder, that was restored."""
 ARCHIVE = "archive"
 """As the worker names it, which this command must not import: that takes it a second."""
+
+
+def describe_restored(state: Path) -> str | None:
+    """Return why no worker may start on a state folder that was restored; None: it was not.
+
+    A job that was launched on other nodes after the backup would be launched a second time, beside
+    ranks of which the restored service knows nothing.
+    """
+    note = state / BACKUP_NOTE
+    try:
+        at = note.read_text().strip()
+    except OSError:
+        return None
+    return (
+        f"state folder {state} was restored from the backup of {at}, so no worker is started: jobs"
+        " that were launched elsewhere since could run twice. Cancel each job that the backup has"
+        f" (`relaunch jobs`), remove {note}, and start `up` again; docs/operations.md has the steps"
+    )
 
 
 def back_up(state: Path, folder: Path) -> int:
@@ -40,6 +61,8 @@ def back_up(state: Path, folder: Path) -> int:
     partial = folder.with_name(f"{folder.name}.partial.{os.getpid()}")
     try:
         partial.mkdir(mode=0o700, parents=True)
+        # Before the copy: what came later may be missing in it.
+        (partial / BACKUP_NOTE).write_text(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC\n")
         with (
             contextlib.closing(
                 sqlite3.connect(f"{source.resolve().as_uri()}?mode=rw", uri=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from relaunch.cli.backup import back_up
+from relaunch.cli.backup import BACKUP_NOTE, back_up
 from relaunch.cli.database import DATABASE
 from relaunch.config import ConfigError
 from tests.console.commands import STARTER, bare_environment
@@ -55,6 +55,7 @@ def test_a_database_is_copied_while_a_process_writes_to_it(tmp_path: Path) -> No
     assert size > len(found) * 1000
     assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == [
         "archive",
+        BACKUP_NOTE,
         "one-partition",
         DATABASE,
     ]
@@ -76,7 +77,7 @@ def test_what_cannot_be_copied_is_refused_and_leaves_nothing(tmp_path: Path) -> 
 
 
 @contextmanager
-def up(folder: Path) -> Iterator[subprocess.Popen[str]]:
+def up(folder: Path, ready: str = "worker started") -> Iterator[None]:
     words = [sys.executable, STARTER, "up", "--port", "0", "--ui-port", "0"]
     with subprocess.Popen(
         words,
@@ -89,11 +90,11 @@ def up(folder: Path) -> Iterator[subprocess.Popen[str]]:
         try:
             assert process.stderr is not None
             said = ""
-            while "worker started" not in said:
+            while not (ready in said and "web UI" in said):
                 line = process.stderr.readline()
                 assert line, said
                 said += line
-            yield process
+            yield
         finally:
             process.kill()  # its children die with it: nothing is stopped in order
             process.communicate()
@@ -175,6 +176,7 @@ def test_a_job_goes_on_under_the_restored_service(place: Path) -> None:
         until(lambda: "progress    step" in show(), show)
         assert "has the backup" in relaunch(place, "backup", "copy")
     restore(place)
+    (place / ".relaunch" / BACKUP_NOTE).unlink()
     with up(place):
         until(lambda: "progress    step" in show(), show)
         assert "RUNNING: generation 1" in show()
@@ -187,32 +189,34 @@ def test_a_job_goes_on_under_the_restored_service(place: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(3 * DEADLINE)
-def test_nodes_that_are_newer_than_the_restored_service(place: Path) -> None:
-    """A higher generation is found and passed; ranks of a job that is not known are stopped.
+def test_a_job_that_moved_since_the_backup_never_runs_twice(place: Path) -> None:
+    """The steps of docs/operations.md.
 
-    No two generations live at once, and no node runs ranks of two jobs.
+    Without them the job would be launched as generation 2 where generation 1 ran, and another
+    generation 2 runs elsewhere.
     """
 
-    def show() -> str:
-        return relaunch(place, "show", "first")
+    def jobs() -> str:
+        return relaunch(place, "jobs") + relaunch(place, "history", "first")
 
-    (place / "newer.yaml").write_text((place / "job.yaml").read_text().replace("first", "newer"))
     with up(place):
         relaunch(place, "submit", "job.yaml")
-        until(lambda: "progress    step" in show(), show)
+        until(lambda: "progress    step" in relaunch(place, "show", "first"), jobs)
         relaunch(place, "backup", "copy")
-        os.kill(starts(place)[-1][1], signal.SIGKILL)
-        until(lambda: len(starts(place)) == 2, show)
-        until(lambda: "RUNNING: training passed" in show(), show)
-        relaunch(place, "submit", "newer.yaml")
-        until(lambda: len(starts(place)) == 3, lambda: relaunch(place, "jobs"))
-    (_, second), (_, unknown) = starts(place)[1:]
-    assert is_alive(second) and is_alive(unknown)
+        relaunch(place, "retry", "first", "--avoid", "local-1", "--reason", "moved")
+        until(lambda: len(starts(place)) == 2, jobs)
+    (_, first), (_, moved) = starts(place)
+    assert is_alive(moved) and not is_alive(first)
     restore(place)
+    with up(place, ready="no worker is started"):
+        until(lambda: "first" in relaunch(place, "jobs"), jobs)
+        assert "cancellation requested" in relaunch(place, "cancel", "first")
+        assert len(starts(place)) == 2 and is_alive(moved)
+    (place / ".relaunch" / BACKUP_NOTE).unlink()
     with up(place):
-        until(lambda: not is_alive(unknown), lambda: relaunch(place, "nodes", "list"))
-        until(lambda: "has seen generation 2" in relaunch(place, "history", "first"), show)
-        until(lambda: "RUNNING: training passed" in show(), show)
-        (*_, (generation, rank)) = starts(place)
-        assert generation == 3 and is_alive(rank) and not is_alive(second)
-        assert "newer" not in relaunch(place, "jobs")
+        until(lambda: "CANCELLED" in jobs(), jobs)
+        until(lambda: not is_alive(moved), lambda: relaunch(place, "nodes", "list"))
+        assert len(starts(place)) == 2
+        relaunch(place, "retry", "first", "--reason", "restored")
+        until(lambda: len(starts(place)) == 3, jobs)
+        assert is_alive(starts(place)[-1][1])
