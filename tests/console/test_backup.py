@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from relaunch.cli.backup import BACKUP_NOTE, back_up
+from relaunch.cli.backup import BACKUP_NOTE, back_up, describe_restored
 from relaunch.cli.database import DATABASE
 from relaunch.config import ConfigError
 from tests.console.commands import STARTER, bare_environment
@@ -53,6 +53,8 @@ def test_a_database_is_copied_while_a_process_writes_to_it(tmp_path: Path) -> No
     assert found == list(range(len(found))), "a prefix of what was written"
     assert acknowledged < len(found) and acknowledged < after
     assert size > len(found) * 1000
+    assert describe_restored(state) is None
+    assert "no worker is started" in (describe_restored(tmp_path / "copy") or "")
     assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == [
         "archive",
         BACKUP_NOTE,
@@ -159,6 +161,10 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def is_watched(shown: str, generation: int) -> bool:
+    return f"generation  {generation}" in shown and "progress    step" in shown
+
+
 def restore(folder: Path) -> None:
     for old in (folder / ".relaunch").glob(f"{DATABASE}*"):
         old.unlink()
@@ -204,7 +210,8 @@ def test_a_job_that_moved_since_the_backup_never_runs_twice(place: Path) -> None
         until(lambda: "progress    step" in relaunch(place, "show", "first"), jobs)
         relaunch(place, "backup", "copy")
         relaunch(place, "retry", "first", "--avoid", "local-1", "--reason", "moved")
-        until(lambda: len(starts(place)) == 2, jobs)
+        # Ranks that no watch has ever met end with their first lease.
+        until(lambda: is_watched(relaunch(place, "show", "first"), 2), jobs)
     (_, first), (_, moved) = starts(place)
     assert is_alive(moved) and not is_alive(first)
     restore(place)
