@@ -149,7 +149,8 @@ def run_in_shell(script: str, folder: Path) -> str:
     words = ["bash", str(folder / "script")]
     if os.geteuid() == 0:
         words = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc", *words]
-        PRIVILEGES.mkdir(mode=0o755, exist_ok=True)
+        if OPENSSH is not None:
+            PRIVILEGES.mkdir(mode=0o755, exist_ok=True)
     else:
         for port in PORTS:
             with socket.socket() as probe:
