@@ -64,7 +64,7 @@ def test_a_database_is_copied_while_a_process_writes_to_it(tmp_path: Path) -> No
     assert (tmp_path / "copy").stat().st_mode & 0o777 == 0o700, "environments may be secret"
 
 
-def test_what_cannot_be_copied_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+def test_what_cannot_be_copied_is_refused(tmp_path: Path) -> None:
     state = tmp_path / "state"
     state.mkdir()
     with pytest.raises(ConfigError, match=r"there is no database .*state/temporal\.db"):
@@ -195,7 +195,7 @@ def test_a_job_goes_on_under_the_restored_service(place: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(3 * DEADLINE)
-def test_a_job_that_moved_since_the_backup_never_runs_twice(place: Path) -> None:
+def test_a_job_that_moved_since_never_runs_twice(place: Path) -> None:
     """The steps of docs/operations.md.
 
     Without them the job would be launched as generation 2 where generation 1 ran, and another
