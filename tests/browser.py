@@ -9,11 +9,13 @@ import json
 import os
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 PROGRAM = shutil.which("chromium") or shutil.which("google-chrome") or ""
+POLL_INTERVAL_S = 0.1
 FIRST_FREE_FD = 10
 """Above 3 and 4, at which Chromium expects its two pipes."""
 
@@ -44,9 +46,11 @@ class Browser:
                 *(PROGRAM, "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run"),
                 *("--disable-background-networking", "--disable-component-update"),
                 *("--disable-sync", f"--user-data-dir={self._folder}", "--remote-debugging-pipe"),
-                *("--hide-scrollbars", "about:blank"),
+                # Sandboxed frames in other processes are out of this session's reach.
+                *("--disable-features=IsolateSandboxedIframes", "--hide-scrollbars"),
+                "about:blank",
             ],
-            preexec_fn=place_pipes,  # noqa: PLW1509 (only before the child's exec, two system calls)
+            preexec_fn=place_pipes,  # noqa: PLW1509 (two system calls, before exec)
             pass_fds=(3, 4),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -108,8 +112,7 @@ class Browser:
             with contextlib.suppress(BrowserError):
                 if self.run(look):
                     return
-            with contextlib.suppress(BrowserError):
-                self.run("new Promise(done => setTimeout(done, 100))")
+            time.sleep(POLL_INTERVAL_S)
 
     def until_text(self, text: str) -> None:
         self.until(f"document.body.innerText.includes({json.dumps(text)})")
@@ -127,6 +130,21 @@ class Browser:
 
     def text(self) -> str:
         return str(self.run("document.body.innerText"))
+
+    def frame_texts(self) -> list[str]:
+        """Return the text of each frame of the page, also of sandboxed ones."""
+        tree = self._page("Page.getFrameTree")["frameTree"]
+        texts = []
+        for child in tree.get("childFrames", ()):
+            with contextlib.suppress(BrowserError):  # it is being replaced
+                world = self._page("Page.createIsolatedWorld", frameId=child["frame"]["id"])
+                done = self._page(
+                    "Runtime.evaluate",
+                    expression="document.body.innerText",
+                    contextId=world["executionContextId"],
+                )
+                texts.append(str(done["result"].get("value", "")))
+        return texts
 
     def picture(self, file: Path, quality: int = 80) -> None:
         """Write what the page shows, as PNG or WebP by the file's suffix."""

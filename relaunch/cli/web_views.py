@@ -26,7 +26,7 @@ VIEWS = (
     ("Fleets", 'WorkflowType="Fleet" AND ExecutionStatus="Running"'),
 )
 """Name and query of each view."""
-COLUMNS = ("Status", "Workflow ID", "Phase", "Cause", "Strategy", "Nodes", "Generation", "Start")
+COLUMNS = ("Status", "Workflow ID", "Phase", "Cause", "Nodes", "Strategy", "Generation", "Start")
 COLUMNS_KEY = "namespace-workflow-table-columns"
 """Where UI 2.54 keeps its columns in the browser, by namespace."""
 

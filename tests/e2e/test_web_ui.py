@@ -29,8 +29,8 @@ pytestmark = [
 ]
 MAX_BYTES = 150_000
 """Of a picture in the docs."""
-SIZES = {"list": (1280, 420), "job-page": (1280, 1500), "report": (1280, 1400)}
-"""Pixels, by picture; the others are 1280 x 900."""
+SIZES = {"list": (1500, 560), "job-page": (1280, 1420), "report": (1280, 1060)}
+"""Pixels, by picture; the others are 1280 x 1100."""
 TRAIN = """
 import os, pathlib, sys, time
 step = 0
@@ -149,7 +149,9 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
-    return Path(os.environ.get("RELAUNCH_SCREENSHOTS") or tmp_path)
+    folder = Path(os.environ.get("RELAUNCH_SCREENSHOTS") or tmp_path)
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -166,18 +168,17 @@ def take(browser: Browser, pictures: Path, name: str) -> None:
 
 
 def show(browser: Browser, name: str, url: str) -> None:
-    browser.resize(*SIZES.get(name, (1280, 900)))
+    browser.resize(*SIZES.get(name, (1280, 1100)))
     browser.open(url)
 
 
-def details(browser: Browser) -> str:
-    """Return the current details of a workflow's page, which are in a frame of their own."""
-    frames = "[...document.querySelectorAll('iframe')].map(one => one.contentDocument.body)"
-    browser.until(f"{frames}.length > 0 && {frames}.every(one => one.innerText)")
-    return str(browser.run(f"{frames}.map(one => one.innerText).join('\\n')"))
+def until_details(browser: Browser, *words: str) -> None:
+    """Wait until the details of a workflow's page, which are in frames, have all these words."""
+    while not all(word in "\n".join(browser.frame_texts()) for word in words):
+        pass
 
 
-def test_a_link_saves_a_view_and_its_columns_show_phase_and_cause(
+def test_links_save_views_and_columns_show_phase_and_cause(
     service: Service, browser: Browser, pictures: Path
 ) -> None:
     links = json.loads(service.run("jobs", "--web", "--json"))
@@ -199,7 +200,7 @@ def test_a_link_saves_a_view_and_its_columns_show_phase_and_cause(
     take(browser, pictures, "list")
 
 
-def test_the_page_of_a_job_says_why_what_next_and_what_its_buttons_do(
+def test_the_page_of_a_job_says_why_and_what_its_buttons_do(
     service: Service, browser: Browser, pictures: Path
 ) -> None:
     show(browser, "job-page", service.page("job/llama-7b"))
@@ -207,9 +208,8 @@ def test_the_page_of_a_job_says_why_what_next_and_what_its_buttons_do(
     browser.until_text("watch generation 2")
     take(browser, pictures, "timeline")
     browser.click("User Metadata", "a")
-    text = details(browser)
-    for words in ("generation 2", "the sender is unknown", "To overrule it", "Terminate"):
-        assert words in text
+    words = ("generation 2", "the sender is unknown", "To overrule it", "Terminate")
+    until_details(browser, *words)
     take(browser, pictures, "job-page")
 
 
@@ -218,8 +218,7 @@ def test_the_page_of_the_fleet_names_the_node_that_is_out(
 ) -> None:
     show(browser, "fleet-page", service.page("fleet/lab"))
     browser.click("User Metadata", "a")
-    text = details(browser)
-    assert "gpu-05" in text and "flaky NVLink" in text
+    until_details(browser, "gpu-05", "flaky NVLink")
     take(browser, pictures, "fleet-page")
 
 
@@ -228,8 +227,7 @@ def test_the_page_of_a_repair_has_its_steps(
 ) -> None:
     show(browser, "repair-page", service.page("repair/lab/gpu-06"))
     browser.click("User Metadata", "a")
-    text = details(browser)
-    assert "REBOOT_NODE of gpu-06" in text and "Xid 119" in text
+    until_details(browser, "REBOOT_NODE of gpu-06", "Xid 119")
     take(browser, pictures, "repair-page")
 
 

@@ -291,7 +291,7 @@ def test_a_submission_is_renumbered_only_before_it_has_nodes(snapshot: SnapshotA
     assert step(running(), SubmissionRaised(5001))[0].submission == running().submission
 
 
-def test_after_a_reset_nodes_are_claimed_again_by_a_later_submission() -> None:
+def test_after_a_reset_a_later_submission_claims_nodes() -> None:
     before = running()
     job, decision = step(before, WorkflowReset(before.submission + 5))
     assert isinstance(decision, Relaunch) and not decision.keep_nodes

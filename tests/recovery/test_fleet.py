@@ -961,7 +961,7 @@ def test_a_late_message_of_an_ended_submission_changes_nothing() -> None:
 # --- a job whose workflow was reset, and which repeats an earlier claim
 
 
-def test_an_earlier_claim_of_the_same_submission_hears_to_go_higher() -> None:
+def test_an_earlier_claim_of_a_submission_hears_to_go_higher() -> None:
     desk = Desk()
     desk.claim("a", 1)
     desk.claim("a", 2, seq=4)
@@ -973,9 +973,7 @@ def test_an_earlier_claim_of_the_same_submission_hears_to_go_higher() -> None:
 
 
 @pytest.mark.parametrize(("nodes", "kinds"), [(1, ["behind"]), (0, [])])
-def test_the_last_claim_of_a_job_that_gave_back_its_nodes_is_void(
-    nodes: int, kinds: list[str]
-) -> None:
+def test_the_last_claim_of_a_job_without_nodes_is_void(nodes: int, kinds: list[str]) -> None:
     """The same message twice is no new claim: a job that has returned its nodes may still run."""
     desk = Desk()
     desk.claim("a", 1)

@@ -61,7 +61,7 @@ async def end(*jobs: Job) -> None:
         assert (await job.result()).phase is Phase.CANCELLED
 
 
-async def test_a_job_reset_to_its_begin_is_launched_again_as_a_later_submission(
+async def test_a_job_reset_to_its_begin_is_a_later_submission(
     make_rig: MakeRig,
 ) -> None:
     """It has replaced a node: the fleet knows a newer claim than the run after the reset has."""
@@ -100,7 +100,7 @@ async def test_a_job_reset_to_its_last_task_goes_on_with_its_ranks(make_rig: Mak
 
 
 @pytest.mark.parametrize("where", ["first", "last"])
-async def test_nodes_that_a_terminated_job_has_lost_are_left_to_their_new_job(
+async def test_nodes_of_a_terminated_job_stay_with_their_new_job(
     make_rig: MakeRig, where: Where
 ) -> None:
     name = f"f-{uuid.uuid4().hex[:8]}"
