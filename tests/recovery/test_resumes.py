@@ -162,10 +162,10 @@ BUG = "IndexError: index 50304 is out of range for a vocabulary of 50304"
         ),
         pytest.param(
             (
-                (died(-9, log_tail=("loading",)), "RESTART_IN_PLACE"),
-                (died(-9, log_tail=("loading",)), "RESTART_IN_PLACE"),
+                (raised("KeyboardInterrupt", code=130), "RESTART_IN_PLACE"),
+                (raised("KeyboardInterrupt", code=130), "RESTART_IN_PLACE"),
             ),
-            id="a kill after the same line",
+            id="an interrupt from outside",
         ),
         pytest.param(
             (
@@ -184,7 +184,7 @@ BUG = "IndexError: index 50304 is out of range for a vocabulary of 50304"
     ],
 )
 def test_other_faults_take_their_ladder(turns: tuple[tuple[Make, str], ...]) -> None:
-    play(trained(), *turns)
+    play(trained(nodes=1), *turns)
 
 
 def test_a_job_that_never_reported_a_step_has_nothing_to_resume_from() -> None:
@@ -359,6 +359,11 @@ def test_each_approval_launches_once_until_the_program_resumes() -> None:
     job = play(job, (APPROVED, "LAUNCH"))
     job, _ = step(relaunched(job), StepReached(job.generation, 501, at(9)), at(9))
     assert (job.phase, job.failed_resume) == (Phase.RUNNING, None)
+
+
+def test_another_fault_after_an_approval_takes_its_ladder() -> None:
+    job = play(asking(), (APPROVED, "LAUNCH"), (fallen("n1"), "RESTART_IN_PLACE"))
+    play(job, (raised(TORN, node="n1"), "ASK"))
 
 
 def test_what_failed_before_the_approval_does_not_end_the_job() -> None:
