@@ -190,6 +190,7 @@ class WatchedShard:
             before.figures if before is not None else None,
             before.sent_at if before is not None else None,
             datetime.now(UTC),
+            input.launched_at,
         )
         self._first_success: float | None = time.monotonic() if any(input.exited.values()) else None
 

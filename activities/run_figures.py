@@ -20,12 +20,17 @@ class RunRecorder:
     """Follows one watch over all its attempts."""
 
     def __init__(
-        self, before: RunFigures | None, last_beat_at: datetime | None, now: datetime
+        self,
+        before: RunFigures | None,
+        last_beat_at: datetime | None,
+        now: datetime,
+        launched_at: datetime,
     ) -> None:
         self.figures = before or RunFigures()
         if last_beat_at is not None and now - last_beat_at >= MIN_AWAY:
             self.figures = replace(self.figures, away=self.figures.away + (now - last_beat_at))
         self._saving_since: datetime | None = None
+        self._launched_at = launched_at
         self._looked_at: datetime | None = None
         self.seen: int | None = None
         """The step of the newest checkpoint in the folder that the job names."""
@@ -60,7 +65,10 @@ class RunRecorder:
         if is_reported or saved is None:
             return
         if before is None and self.figures.checkpoint is None:
-            self.note_checkpoint(saved, saved, now)
+            # It is older than this watch. The one before may have counted it, or not seen it yet.
+            is_of_generation = age < now - self._launched_at
+            at = now - age if is_of_generation else None
+            self.figures = replace(self.figures, checkpoint=saved, checkpoint_at=at)
             return
         # It was not there, or not complete, at the look before, whatever those clocks say.
         longest = SETTLED + (now - before if before is not None else timedelta(0))

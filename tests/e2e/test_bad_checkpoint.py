@@ -38,7 +38,7 @@ for step in range(first, last + 1):
 """
 
 
-async def test_a_torn_checkpoint_asks_the_second_time_and_goes_on_without_it(world: World) -> None:
+async def test_a_torn_checkpoint_asks_and_the_job_goes_on_without_it(world: World) -> None:
     folder = world.folder / "jobs" / "torn-checkpoint"
     saved = folder / "out"
     saved.mkdir(parents=True)

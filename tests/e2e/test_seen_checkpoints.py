@@ -52,11 +52,11 @@ async def test_a_checkpoint_in_the_folder_says_what_a_fault_undid(world: World) 
     )
     await job.until_phase("RUNNING", generation=1)
 
-    async def seen() -> bool:
+    async def find() -> bool:
         progress = (await job.look()).watch
         return progress is not None and progress.checkpoint == 20
 
-    await eventually(seen, "the checkpoint of step 20 is not found", 180.0)
+    await eventually(find, "the checkpoint of step 20 is not found", 180.0)
     at = os.stat(folder / "out" / "step_20.pt").st_mtime
     killed = datetime.now(UTC).timestamp()
     os.kill(job.rank_pids()[0], signal.SIGKILL)

@@ -187,7 +187,7 @@ def test_other_faults_take_their_ladder(turns: tuple[tuple[Make, str], ...]) -> 
     play(trained(nodes=1), *turns)
 
 
-def test_a_job_that_never_reported_a_step_has_nothing_to_resume_from() -> None:
+def test_a_job_that_never_reported_a_step_has_not_resumed() -> None:
     ends = raised(TORN, node="n1")
     play(
         running(nodes=1),
@@ -385,7 +385,7 @@ def test_without_an_answer_it_is_asked_again() -> None:
     assert describe(decision) == "FAILED 1"
 
 
-def test_a_retry_with_renewed_budgets_and_a_new_submission_begin_again() -> None:
+def test_renewed_budgets_and_a_new_submission_begin_again() -> None:
     job, _ = step(asking(), RetryRequested("", "ada", renew_budgets=True))
     assert job.failed_resume is None
     job, _ = step(asking(), Answered("deny", "", "ada"))
