@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
+from relaunch.evidence.observations import RankError
 from relaunch.job.apply import finish, resubmit
 from relaunch.job.events import (
     Answered,
@@ -117,6 +118,15 @@ def test_the_same_error_at_the_same_step_asks(first: int | None, second: int | N
         for expected, number in (("RESTART_IN_PLACE", first), ("ASK", second))
     ]
     play(job, *turns)
+
+
+def test_an_error_file_without_a_traceback_names_the_error() -> None:
+    ended = exited(0, "n1", code=1, error=RankError(TORN, "", 1.0))
+    play(
+        trained(nodes=1),
+        (lambda job: fault(job, ended), "RESTART_IN_PLACE"),
+        (lambda job: fault(job, ended), "ASK"),
+    )
 
 
 def test_what_a_program_says_before_it_exits_is_its_error() -> None:
