@@ -251,7 +251,7 @@ class Folder:
         return answer
 
 
-def found(step: int | None, unreadable: str | None = None) -> dict[str, Any]:
+def make_answer(step: int | None, unreadable: str | None = None) -> dict[str, Any]:
     newest = None if step is None else {"step": step, "age": 1.0}
     return {"newest": newest, "incomplete": [], "unreadable": unreadable}
 
@@ -259,18 +259,20 @@ def found(step: int | None, unreadable: str | None = None) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("first", "is_new"),
     [
-        pytest.param(found(None), True, id="an empty folder"),
-        pytest.param(found(None, os.strerror(errno.ENOENT)), True, id="no folder yet"),
-        pytest.param(found(10), True, id="an older one"),
-        pytest.param(found(None, "Input/output error"), False, id="a folder that is not read"),
+        pytest.param(make_answer(None), True, id="an empty folder"),
+        pytest.param(make_answer(None, os.strerror(errno.ENOENT)), True, id="no folder yet"),
+        pytest.param(make_answer(10), True, id="an older one"),
+        pytest.param(
+            make_answer(None, "Input/output error"), False, id="a folder that is not read"
+        ),
         pytest.param(Refusal("n1", "still_reading", "slow"), False, id="a folder that hangs"),
         pytest.param(Unreachable("n1", "no answer"), False, id="a node that does not answer"),
     ],
 )
-async def test_only_what_was_not_there_before_is_a_new_checkpoint(first: Any, is_new: bool) -> None:
+async def test_what_was_not_there_before_is_a_new_checkpoint(first: Any, is_new: bool) -> None:
     folder = WatchedCheckpoints("out", "/home/x", "step_(?P<step>[0-9]+)")
     gang = Nodes(checkpoints=folder).gang
-    backend: Any = Folder(first, found(20))
+    backend: Any = Folder(first, make_answer(20))
     for _ in range(2):
         await gang._read_checkpoints(lambda node: backend, folder)
     figures = gang.heartbeat().figures
