@@ -6,7 +6,9 @@ The module `watch` makes the connections.
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,13 +20,14 @@ from relaunch.activities.hangs import HangLooks, read_looks
 from relaunch.activities.observations import MESSAGE_LIMIT, read_observations
 from relaunch.activities.reports import (
     MissingProgress,
+    WatchedCheckpoints,
     WatchHeartbeat,
     WatchRanksInput,
     WatchReport,
 )
 from relaunch.activities.run_figures import RunRecorder
 from relaunch.activities.stragglers import StepTimes
-from relaunch.backends.base import Backend, BackendError, ProtocolError, WatchStream
+from relaunch.backends.base import Backend, BackendError, ProtocolError, Refusal, WatchStream
 from relaunch.evidence.observations import Observation, RankExited, RanksVanished
 from relaunch.evidence.stragglers import SlowNode
 from relaunch.job.diagnose import is_root
@@ -75,6 +78,10 @@ MIN_GOOD_BEATS = 3
 WENT_ON_S = 60.0
 """Seconds for which ranks still advance that needed another one which has exited with 0: the step
 that it had taken part in, and the report of it."""
+CHECKPOINT_INTERVAL_S = 15.0
+"""Seconds between two looks at the folder of checkpoints."""
+NO_FOLDER = os.strerror(errno.ENOENT)
+"""Why a node cannot read a folder before the first checkpoint is saved."""
 MAX_NAMED = 16
 MAX_REASON = 300
 """Most characters of why a rank's progress cannot be read."""
@@ -183,6 +190,7 @@ class WatchedShard:
             before.figures if before is not None else None,
             before.sent_at if before is not None else None,
             datetime.now(UTC),
+            input.launched_at,
         )
         self._first_success: float | None = time.monotonic() if any(input.exited.values()) else None
 
@@ -462,7 +470,7 @@ class WatchedShard:
                 :MAX_NAMED
             ],
             pace=self._pace,
-            checkpoint=self._find_checkpoint(),
+            checkpoint=self._find_checkpoint() or self._recorder.seen,
             based=self._is_based(),
             baseline=self._baseline,
             figures=self._recorder.figures,
@@ -734,6 +742,43 @@ class WatchedShard:
                 await asyncio.sleep(min(left, self._tick))
                 if not framed and self._find_overdue(datetime.now(UTC)) is not None:
                     break  # the limit has passed in between: now stacks are needed
+
+    # --- looks at checkpoints that no rank reports
+
+    async def keep_reading_checkpoints(self, reach: Callable[[str], Backend]) -> None:
+        """Look for new checkpoints in the folder that the job names, as long as the ranks run.
+
+        They are only counted: a folder that is seen from outside does not prove that all ranks have
+        finished (decision 42).
+
+        Args:
+            reach: Returns the backend of a node.
+        """
+        folder = self.input.checkpoints
+        while folder is not None:
+            await self._read_checkpoints(reach, folder)
+            await asyncio.sleep(CHECKPOINT_INTERVAL_S)
+
+    async def _read_checkpoints(
+        self, reach: Callable[[str], Backend], folder: WatchedCheckpoints
+    ) -> None:
+        node = self.input.nodes[0]
+        try:
+            answer = await reach(node).checkpoints(
+                node, folder.directory, folder.workdir, folder.pattern
+            )
+        except BackendError:
+            return
+        if isinstance(answer, Refusal) or answer["unreadable"] not in (None, NO_FOLDER):
+            return
+        now = datetime.now(UTC)
+        newest = answer["newest"]
+        self._recorder.note_seen_checkpoint(
+            None if newest is None else newest["step"],
+            timedelta(seconds=0.0 if newest is None else newest["age"]),
+            now,
+            is_reported=self._find_checkpoint() is not None,
+        )
 
     def _make_report(self, *events: Event, all_succeeded: bool = False) -> WatchReport:
         seen: list[Event] = []

@@ -147,7 +147,9 @@ class LogActivities:
         reasons = []
         for node in input.nodes:
             try:
-                answer = await backend.checkpoints(node, input.directory, input.workdir)
+                answer = await backend.checkpoints(
+                    node, input.directory, input.workdir, input.pattern
+                )
             except BackendError as error:
                 reasons.append(f"{node}: {error.reason}")
                 continue

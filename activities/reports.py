@@ -14,6 +14,16 @@ from relaunch.spec.policy import HangLimits, StragglerLimits, Timeouts
 
 
 @dataclass(frozen=True, slots=True)
+class WatchedCheckpoints:
+    """A folder of the first node in which a watch looks for new checkpoints."""
+
+    directory: str
+    workdir: str | None
+    pattern: str
+    """The regular expression of a checkpoint's name, with a group `step`."""
+
+
+@dataclass(frozen=True, slots=True)
 class WatchRanksInput:
     token: Token
     fleet: str
@@ -60,6 +70,8 @@ class WatchRanksInput:
     """When to report nodes that are slower than the others of the shard."""
     slow: tuple[str, ...] = ()
     """Nodes already reported as slow, of this generation."""
+    checkpoints: WatchedCheckpoints | None = None
+    """Where to look for checkpoints, for as long as no rank reports any. None: nowhere."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,6 +115,9 @@ class WatchActivities:
             looking = tasks.create_task(
                 gang.keep_looking(lambda node: self._reach(input.fleet, node, None))
             )
+            reading = tasks.create_task(
+                gang.keep_reading_checkpoints(lambda node: self._reach(input.fleet, node, None))
+            )
             leaving = tasks.create_task(activity.wait_for_worker_shutdown())
             try:
                 await asyncio.wait({reporting, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -128,7 +131,7 @@ class WatchActivities:
                     )
                 return await reporting
             finally:
-                for task in (*watchers, lease, reporting, looking, leaving):
+                for task in (*watchers, lease, reporting, looking, reading, leaving):
                     task.cancel()
 
     async def _keep_leases(self, gang: WatchedShard, task_token: bytes) -> None:

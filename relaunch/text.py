@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 NUMBERED = re.compile(r"(.*?)(\d+)", re.DOTALL)
+_NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
 def join_names(names: Iterable[object], most: int = 3) -> str:
@@ -51,6 +52,15 @@ def join_clauses(clauses: Sequence[str], most: int = 2) -> str:
 def count_noun(count: int, noun: str, plural: str = "") -> str:
     """Return a count with its noun: `1 node`, `2 nodes`; `plural` is for a noun that adds no s."""
     return f"{count} {noun if count == 1 else plural or f'{noun}s'}"
+
+
+def mask_numbers(error: str) -> str:
+    """Return an error without its numbers, which differ between launches of one bug.
+
+    They are sizes, addresses, ports, pids and ranks. Where a number does matter, such as that of a
+    file that is missing, the program still cannot start.
+    """
+    return _NUMBER.sub("N", error.strip())
 
 
 def printable(text: str, most: int = 600) -> str:

@@ -13,7 +13,7 @@ import re
 import time
 from itertools import islice
 from pathlib import Path
-from typing import Dict, List, NamedTuple, Optional, Tuple
+from typing import Dict, List, NamedTuple, Optional, Pattern, Tuple
 
 from relaunch.agent import tools
 from relaunch.agent.protocol import Fields, Json, Refusal
@@ -31,6 +31,8 @@ MAX_SAMPLE = 16
 """Most entries of a checkpoint whose times are read; those that tell completeness come first."""
 MAX_INCOMPLETE = 4
 """Most incomplete checkpoints in an answer."""
+SETTLE_S = 20.0
+"""Seconds without a change after which a checkpoint of no known kind counts as complete."""
 MAX_NAME = 200
 MAX_AGE_S = 1e8
 ZIP_BEGIN, ZIP_END = b"PK\x03\x04", b"PK\x05\x06"
@@ -66,7 +68,8 @@ Folder = Dict[str, "os.DirEntry[str]"]
 class FoundCheckpoint(NamedTuple):
     name: str
     format: str
-    """dcp, hf, accelerate, megatron, or torch for a file of torch.save, as Lightning writes it."""
+    """dcp, hf, accelerate, megatron, torch for a file of torch.save, as Lightning writes it, or
+    other."""
     changed: float
     incomplete: str
     """What is missing; empty: nothing."""
@@ -81,13 +84,18 @@ def read_checkpoints(state: Path, order: Fields) -> Json:
     folder = order.text("directory")
     if order.get("workdir", "a folder or null", None) is not None:
         folder = os.path.join(order.text("workdir"), folder)
+    pattern = order.text("pattern") if order.get("pattern", "text or null", None) else None
+    try:
+        names = None if pattern is None else re.compile(pattern)
+    except re.error as error:
+        raise Refusal("bad_order", f"pattern is no regular expression: {error}") from None
     # The reader holds it, so that readers which cannot be killed do not become more.
     path = state / f"reading-{hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]}.lock"
     lock = _await_lock(path)
     if lock is None:
         raise Refusal("still_reading", f"{folder} is still being read: its file system is slow")
     try:
-        answer = tools.run_bounded(lambda: _read(folder), READ_TIMEOUT, keep=[lock])
+        answer = tools.run_bounded(lambda: _read(folder, names), READ_TIMEOUT, keep=[lock])
         if answer is None:
             raise Refusal("still_reading", f"{folder} was not read within {READ_TIMEOUT:g} s")
         path.unlink(missing_ok=True)
@@ -105,70 +113,82 @@ def _await_lock(path: Path) -> Optional[int]:
     return lock
 
 
-def _read(folder: str) -> Json:
+def _read(folder: str, names: Optional[Pattern[str]] = None) -> Json:
     answer: Json = {"outcome": "done", "newest": None, "incomplete": [], "unreadable": None}
     try:
-        found = find_checkpoints(folder)
+        found = find_checkpoints(folder, names)
     except OSError as error:
         return {**answer, "unreadable": f"{error.strerror}"}
     complete = [one for one in found if not one.incomplete]
     newest = complete[0] if complete else None
-    torn = [one for one in found if one.incomplete and _is_newer(one, newest)]
+    torn = [one for one in found if one.incomplete and _is_newer(one, newest, names)]
     now = time.time()
     return {
         **answer,
-        "newest": None if newest is None else _serialize(newest, now),
-        "incomplete": [_serialize(one, now) for one in torn[:MAX_INCOMPLETE]],
+        "newest": None if newest is None else _serialize(newest, now, names),
+        "incomplete": [_serialize(one, now, names) for one in torn[:MAX_INCOMPLETE]],
     }
 
 
-def _is_newer(found: FoundCheckpoint, other: Optional[FoundCheckpoint]) -> bool:
+def _is_newer(
+    found: FoundCheckpoint, other: Optional[FoundCheckpoint], names: Optional[Pattern[str]]
+) -> bool:
     if other is None or found.changed >= other.changed:
         return True
-    return _has_higher_step(found.name, other.name)
+    return _has_higher_step(found.name, other.name, names)
 
 
-def _has_higher_step(name: str, other: str) -> bool:
-    own, others = _parse_step(name), _parse_step(other)
+def _has_higher_step(name: str, other: str, names: Optional[Pattern[str]]) -> bool:
+    own, others = _parse_step(name, names), _parse_step(other, names)
     return own is not None and others is not None and own > others
 
 
-def _parse_step(name: str) -> Optional[int]:
+def _parse_step(name: str, names: Optional[Pattern[str]]) -> Optional[int]:
+    if names is not None:
+        named = names.fullmatch(name)
+        return None if named is None else int(named["step"])
     match = STEP.search(name)
     step = next(filter(None, match.groups()), None) if match is not None else None
     return None if step is None else int(step[:15])
 
 
-def _serialize(found: FoundCheckpoint, now: float) -> Json:
+def _serialize(found: FoundCheckpoint, now: float, names: Optional[Pattern[str]]) -> Json:
     return {
         "name": found.name[:MAX_NAME],
         "format": found.format,
-        "step": _parse_step(found.name),
+        "step": _parse_step(found.name, names),
         "age": round(min(MAX_AGE_S, max(0.0, now - found.changed)), 1),
         "incomplete": found.incomplete,
     }
 
 
-def find_checkpoints(folder: str) -> List[FoundCheckpoint]:
+def find_checkpoints(folder: str, names: Optional[Pattern[str]] = None) -> List[FoundCheckpoint]:
     """Return the newest checkpoints in a folder, the newest first, or the one that it is.
 
     They are those down to the newest complete one, and some that are older with a higher step: a
     program may take the highest, and the clock of a file server may be off.
 
+    Args:
+        folder: The folder.
+        names: The names of checkpoints, whatever kind they are; None: those of known kinds.
+
     Raises:
         OSError: The folder cannot be read.
     """
     listed = _list(folder)
+    tracked = _read_tracker(folder) if TRACKER in listed else None
+    if names is not None:
+        listed = {name: entry for name, entry in listed.items() if names.fullmatch(name)}
+        return _find_named(listed, names, tracked)
     own = _examine_folder(os.path.basename(folder), listed, 0.0)
     if own is not None and own.format == "dcp":
         return [own._replace(name=".")]
-    tracked = _read_tracker(folder) if TRACKER in listed else None
     found: List[FoundCheckpoint] = []
     candidates = _sort_candidates(listed)[:MAX_EXAMINED]
     while candidates and (not found or found[-1].incomplete):
         found += _examine(listed[candidates.pop(0)], tracked)
-    higher = [name for name in candidates if found and _has_higher_step(name, found[-1].name)]
-    higher.sort(key=lambda name: -(_parse_step(name) or 0))
+    higher = [name for name in candidates if found and _has_higher_step(name, found[-1].name, None)]
+    higher.sort(key=lambda name: -(_parse_step(name, None) or 0))
     for name in higher[:MAX_INCOMPLETE]:
         found += _examine(listed[name], tracked)
     found.sort(key=lambda one: -one.changed)
@@ -179,6 +199,41 @@ def find_checkpoints(folder: str) -> List[FoundCheckpoint]:
             0, FoundCheckpoint(name, "megatron", changed, f"{TRACKER} names it, but it is missing")
         )
     return found
+
+
+def _find_named(
+    listed: Folder, names: Pattern[str], tracked: Optional[int]
+) -> List[FoundCheckpoint]:
+    """Return the newest checkpoints with these names, down to a complete one, the newest first."""
+    looked = {name: _look_at(entry) for name, entry in listed.items()}
+    changed = {name: entry.changed for name, entry in looked.items() if entry is not None}
+    ordered = sorted(changed, key=lambda name: (-changed[name], -(_parse_step(name, names) or 0)))
+    found: List[FoundCheckpoint] = []
+    for name in ordered[:MAX_EXAMINED]:
+        found += _examine(listed[name], tracked) or _examine_other(listed[name])
+        if found and not found[-1].incomplete:
+            break
+    return found
+
+
+def _examine_other(entry: os.DirEntry[str]) -> List[FoundCheckpoint]:
+    """Return a checkpoint of no known kind: it is complete once nothing has changed for a while.
+
+    A clock of a file server that is behind makes that while shorter.
+    """
+    looked = _look_at(entry)
+    if looked is None:
+        return []
+    changed, is_empty = looked.changed, not looked.size
+    if entry.is_dir():
+        try:
+            listed = _list(entry.path)
+        except OSError:  # it is being removed
+            return []
+        changed, is_empty = _sample(listed, [], changed)[1], not listed
+    recent = time.time() - changed < SETTLE_S
+    missing = f"it was changed less than {SETTLE_S:g} s ago" if recent else ""
+    return [FoundCheckpoint(entry.name, "other", changed, "it is empty" if is_empty else missing)]
 
 
 def _list(folder: str) -> Folder:

@@ -334,7 +334,7 @@ class Backend(Protocol):
         ...
 
     async def checkpoints(
-        self, node: str, directory: str, workdir: str | None
+        self, node: str, directory: str, workdir: str | None, pattern: str | None = None
     ) -> Mapping[str, Any] | Refusal:
         """Ask which checkpoints a folder has: the newest complete one, and newer incomplete ones.
 

@@ -260,10 +260,11 @@ class AgentSession:
             self._sent_over = self._link
             return {"sha256": program.sha256}
 
-    async def checkpoints(self, directory: str, workdir: str | None) -> Mapping[str, Any] | Refusal:
-        answer = await self._call(
-            "checkpoints", {"directory": directory, "workdir": workdir}, self._within
-        )
+    async def checkpoints(
+        self, directory: str, workdir: str | None, pattern: str | None
+    ) -> Mapping[str, Any] | Refusal:
+        order = {"directory": directory, "workdir": workdir, "pattern": pattern}
+        answer = await self._call("checkpoints", order, self._within)
         if answer["outcome"] == "refused":
             return self._read_refusal("checkpoints", answer)
         return answers.parse(

@@ -102,9 +102,9 @@ class SessionBackend(ABC):
         return await self._session(node).stacks(token, rank, frames, within)
 
     async def checkpoints(
-        self, node: str, directory: str, workdir: str | None
+        self, node: str, directory: str, workdir: str | None, pattern: str | None = None
     ) -> Mapping[str, Any] | Refusal:
-        return await self._session(node).checkpoints(directory, workdir)
+        return await self._session(node).checkpoints(directory, workdir, pattern)
 
     async def probe(
         self, node: str, within: float, kernel_since: float | None

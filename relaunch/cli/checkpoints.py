@@ -30,14 +30,20 @@ async def read(client: Client, task_queue: str, state: JobState | None) -> dict[
     """
     if state is None or state.spec.checkpoint is None:
         return None
-    directory = state.spec.checkpoint.directory
+    folder = state.spec.checkpoint
     nodes = tuple(slot.node for slot in state.slots)[:ASKED_NODES]
     found = ReadCheckpointsOutput(unreadable="the job has no nodes yet")
     if nodes:
         try:
             found = await client.execute_activity(
                 "read_checkpoints",
-                ReadCheckpointsInput(state.spec.fleet, nodes, directory, state.spec.workdir),
+                ReadCheckpointsInput(
+                    state.spec.fleet,
+                    nodes,
+                    folder.directory,
+                    state.spec.workdir,
+                    folder.expression,
+                ),
                 id=f"read_checkpoints/{state.name}/{uuid.uuid4().hex}",
                 task_queue=task_queue,
                 result_type=ReadCheckpointsOutput,
@@ -52,4 +58,4 @@ async def read(client: Client, task_queue: str, state: JobState | None) -> dict[
         except RPCError as error:
             reason = f"the Temporal server refused: {error.message} ({error.status.name})"
             found = ReadCheckpointsOutput(unreadable=reason)
-    return {"directory": directory, **asdict(found)}
+    return {"directory": folder.directory, **asdict(found)}

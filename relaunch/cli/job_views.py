@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 CHECKPOINT_FORMATS = {
     "dcp": "torch.distributed.checkpoint",
+    "other": "by its name",
     "hf": "Hugging Face",
     "accelerate": "Accelerate",
     "megatron": "Megatron-LM",

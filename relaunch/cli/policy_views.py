@@ -113,6 +113,9 @@ def policy_view(name: str, policy: Policy, only: Cause | None) -> dict[str, Any]
             else policy.no_progress_stop,
             "no_progress_ask": None if policy.no_progress_ask == "off" else policy.no_progress_ask,
             "startup_stop": None if policy.startup_stop == "off" else policy.startup_stop,
+            "bad_checkpoint_ask": None
+            if policy.bad_checkpoint_ask == "off"
+            else policy.bad_checkpoint_ask,
             "unanswered": policy.unanswered,
             "healthy_for": policy.healthy_for.total_seconds(),
             "grow_after": None if policy.grow_after == "off" else policy.grow_after.total_seconds(),
@@ -165,6 +168,14 @@ def _budgets(policy: Policy) -> list[str]:
             "minute with the same error of the program: the job fails; one more, if all name the "
             "same one of several nodes, or training has advanced"
         )
+    bad = "off"
+    if policy.bad_checkpoint_ask != "off":
+        bad = (
+            f"{count_noun(policy.bad_checkpoint_ask, 'generation')} in a row that resume and end "
+            "with the same error at the same step, or before any: a person is asked to remove the "
+            "checkpoint; where the ladder would end the job, if all name the same one of several "
+            "nodes"
+        )
     restarts = "when they are spent, a rung that spends a restart fails the job instead"
     if policy.exhaust_restarts:
         restarts = (
@@ -176,6 +187,7 @@ def _budgets(policy: Policy) -> list[str]:
         ("renewal", renewed[policy.renewal]),
         ("no_progress_stop", stop),
         ("startup_stop", startup),
+        ("bad_checkpoint_ask", bad),
         ("no_progress_ask", ask),
         (
             "healthy_for",
@@ -183,7 +195,7 @@ def _budgets(policy: Policy) -> list[str]:
             "reported, or the counter starts again in each epoch",
         ),
     )
-    return [line for key, text in rows for line in _entry(f"  {key:<18}", text)]
+    return [line for key, text in rows for line in _entry(f"  {key:<20}", text)]
 
 
 def _rung(policy: Policy, rung: Rung) -> str:

@@ -92,6 +92,8 @@ class Ledger:
     earlier: timedelta = timedelta(0)
     """Time between submission and end of all earlier submissions; part of `totals`."""
     running: RunningTime = field(default_factory=RunningTime)
+    newest_checkpoint: int | None = None
+    """The step of the newest finished checkpoint that was reported; None: none was."""
     reports_checkpoints: bool = False
     """Whether a finished checkpoint was ever reported."""
     at_risk: timedelta = timedelta(0)

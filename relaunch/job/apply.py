@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import assert_never
@@ -86,6 +85,13 @@ from relaunch.job.ledger import (
     charge_end,
 )
 from relaunch.job.places import StartedPlaces, limit_places, record_places
+from relaunch.job.resumes import (
+    SIGNALLED,
+    count_failed_resume,
+    find_bad_checkpoint,
+    identify_error,
+    raise_failed_step,
+)
 from relaunch.job.slow_nodes import record_slow_nodes
 from relaunch.job.state import (
     Ask,
@@ -119,10 +125,6 @@ STARTUP = timedelta(minutes=1)
 
 Later it may have met its data, of which the next generation may meet other parts.
 """
-SIGNALLED = 128
-"""Exit codes from here on stand for signals, as in a shell."""
-MAX_ERROR = 200
-"""Characters kept of the error with which a program ended at start-up."""
 KEPT_NOTICES = 5
 NAMED_VERDICTS = 4
 """Maximum number of verdicts that the reason of an incident's fault names."""
@@ -574,8 +576,16 @@ def _describe_silence(job: JobState) -> str:
 
 
 def _renew_asking_count(job: JobState, now: datetime) -> JobState:
-    """Begin the count again that made the job ask: a person has approved another launch."""
+    """Begin the count again that made the job ask: a person has approved another launch.
+
+    Where that was a bad checkpoint, the program resumes from an earlier one and needs longer to
+    pass the furthest step: the launches that failed before do not count against it.
+    """
     job = replace(job, approved_at=now)
+    if find_bad_checkpoint(job) is not None:
+        job = replace(
+            job, flat_generations=0, startup_error="", startup_failures=0, startup_nodes=()
+        )
     if job.asked is None or job.asked.ladder is None:
         return job
     return replace(job, ladders_renewed={**job.ladders_renewed, job.asked.ladder: now})
@@ -660,6 +670,7 @@ def resubmit(
         progress=None,
         launched_at=None,
         incident=None,
+        failed_resume=None,
         exit_code=None,
         ending=None,
         ended_at=None,
@@ -678,6 +689,7 @@ def _renew_budgets(job: JobState, now: datetime) -> JobState:
         startup_failures=0,
         startup_nodes=(),
         tries=(),
+        failed_resume=None,
     )
 
 
@@ -697,6 +709,7 @@ def _apply_fault(job: JobState, fault: Fault, own: Diagnosis | None, now: dateti
     opened = fault.opened_at if isinstance(fault, FaultObserved | RanksHung) else now
     if diagnosis.cause in OWN_CAUSES:
         job = _count_startup(_count_generation(job), diagnosis, opened)
+    job = count_failed_resume(job, diagnosis)
     if job.lost and not (isinstance(fault, RanksHung) and may_leave_lost_behind(job)):
         # A gang that hangs continues when its lost node does; a rank that failed stays failed.
         job = replace(job, deferred_fault=own)
@@ -719,6 +732,7 @@ def _raise_reached(job: JobState, step: int | None, is_of_last: bool = True) -> 
         return job
     incident = job.incident
     if is_of_last:
+        job = raise_failed_step(job, step)
         job = replace(job, startup_error="", startup_failures=0, startup_nodes=())
     if incident is not None and (incident.reached is None or incident.reached < step):
         incident = replace(incident, reached=step)
@@ -757,24 +771,12 @@ def _count_startup(job: JobState, diagnosis: Diagnosis, opened: datetime) -> Job
         # A signal (128 and more) may come from outside, and says nothing about the code.
         and (diagnosis.exit_code or SIGNALLED) < SIGNALLED
     )
-    error = mask_numbers(diagnosis.error)[:MAX_ERROR] if is_startup else ""
+    error = identify_error(diagnosis) if is_startup else ""
     count, nodes = int(bool(error)), diagnosis.nodes if error else ()
     if error and error == job.startup_error:
         count = job.startup_failures + 1
         nodes = tuple(node for node in job.startup_nodes if node in nodes)
     return replace(job, startup_error=error, startup_failures=count, startup_nodes=nodes)
-
-
-def mask_numbers(error: str) -> str:
-    """Return an error without its numbers, which differ between launches of one bug.
-
-    They are sizes, addresses, ports, pids and ranks. Where a number does matter, such as that of a
-    file that is missing, the program still cannot start.
-    """
-    return _NUMBER.sub("N", error.strip())
-
-
-_NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
 def _apply_loss(job: JobState, event: NodeUnreachable, now: datetime) -> JobState:

@@ -580,7 +580,7 @@ def _diagnose_exit(reading: _Reading, others: str) -> Diagnosis:
         do_not_restart=root.exit_code == DO_NOT_RESTART,
         traceback=words.text if words is not None else "",
         by_program=root.ecs is None or root.ecs.stop_code == BY_ITSELF,
-        error=_name_error(reading.log, words),
+        error=_name_error(reading.log, words, root),
     )
 
 
@@ -633,14 +633,17 @@ def _detail(
     return f": {words.error if words is not None else 'it said nothing'}"
 
 
-def _name_error(log: LogReading, words: LastWords | None) -> str:
+def _name_error(log: LogReading, words: LastWords | None, root: RankExited) -> str:
     """Return the line that names a rank's error; empty: none does.
 
     The last line of a message may be advice that many errors share, and a launcher's exception is
     the same whatever failed below it.
     """
     if not log.is_wrapper:
-        return words.error if words is not None else ""
+        if words is not None:
+            return words.error
+        # An error file may have a message and no traceback.
+        return root.error.message.partition("\n")[0][:MAX_UNKNOWN] if root.error else ""
     found = log.decisive
     return found.reason if found is not None and found.role is Role.ROOT else ""
 

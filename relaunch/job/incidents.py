@@ -225,6 +225,7 @@ def record_progress(job: JobState, now: datetime) -> JobState:
         startup_error="",
         startup_failures=0,
         startup_nodes=(),
+        failed_resume=None,
         unpassed_step=None,
         broken_links=(),
     )

@@ -16,6 +16,12 @@ from relaunch.evidence.causes import HARDWARE_CAUSES, OWN_CAUSES, Cause
 from relaunch.evidence.findings import Verdict
 from relaunch.evidence.reachability import CUT_OFF
 from relaunch.fields import duration
+from relaunch.job.resumes import (
+    ask_about_checkpoint,
+    ends_resumes,
+    find_bad_checkpoint,
+    may_be_node,
+)
 from relaunch.job.slow_nodes import SLOW_NODE
 from relaunch.job.state import (
     Ask,
@@ -45,6 +51,23 @@ def climb(job: JobState, recovering: Recovery, now: datetime, without: tuple[str
     fault = _refine_fault(recovering)
     if fault.code == SLOW_NODE:
         return _settle_slow_node(job, fault, recovering, now, without)
+    repeated = find_bad_checkpoint(job)
+    if repeated is None or not ends_resumes(repeated, fault):
+        return _climb(job, fault, recovering, now, without)
+    if may_be_node(job, repeated, fault):
+        decision = _climb(job, fault, recovering, now, without)
+        if not isinstance(decision, Stop):
+            return decision
+    return ask_about_checkpoint(job, repeated, fault, ANSWERS, without)
+
+
+def _climb(
+    job: JobState,
+    fault: Diagnosis,
+    recovering: Recovery,
+    now: datetime,
+    without: tuple[str, ...],
+) -> Decision:
     if fault.cause in OWN_CAUSES and (why := _explain_standstill(job)):
         return _fail(fault, why)
     if _must_check_links(job, fault, recovering):

@@ -333,6 +333,9 @@ def _learn(job: JobState, figures: RunFigures, now: datetime) -> JobState:
     return _with_ledger(
         job,
         running=running,
+        newest_checkpoint=ledger.newest_checkpoint
+        if figures.checkpoint is None
+        else figures.checkpoint,
         reports_checkpoints=ledger.reports_checkpoints or figures.checkpoint is not None,
         checkpoints=ledger.checkpoints + figures.checkpoints,
         checkpointed=ledger.checkpointed + figures.watched,

@@ -471,6 +471,23 @@ class SlowRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class FailedResume:
+    """The newest error of the program itself, and how often it has ended resumed generations."""
+
+    cause: Cause
+    error: str
+    """The line that names it, without its numbers: see `mask_numbers`."""
+    step: int | None
+    """The step at which it ended them; None: they reported none."""
+    count: int
+    """How many resumed generations it has ended there in a row, none of which passed the step that
+    an earlier one had reached. 0, and it stays so: the generation that had reached that step ended
+    in this way as well, so the program fails there from whatever it resumes."""
+    nodes: tuple[str, ...] = ()
+    """The suspects that all of them have in common."""
+
+
+@dataclass(frozen=True, slots=True)
 class JobState:
     """The complete state of a job.
 
@@ -581,6 +598,8 @@ class JobState:
     """Nodes that were slower than the others, oldest first."""
     ledger: Ledger = field(default_factory=Ledger)
     """What the job's time went into."""
+    failed_resume: FailedResume | None = None
+    """None: the program has not failed since training last advanced, or has got further since."""
 
     @property
     def token(self) -> Token:

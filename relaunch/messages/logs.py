@@ -124,6 +124,8 @@ class ReadCheckpointsInput:
     """Nodes to ask; the first that answers is enough."""
     directory: str
     workdir: str | None
+    pattern: str | None = None
+    """The regular expression of a checkpoint's name; None: those of known kinds are found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,7 @@ class CheckpointFolder:
 
     name: str
     format: str
-    """dcp, hf, accelerate, megatron, or torch."""
+    """dcp, hf, accelerate, megatron, torch, or other: known by its name alone."""
     step: int | None
     age: float
     """Seconds since it was changed, by the node's clock."""

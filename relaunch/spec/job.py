@@ -155,11 +155,18 @@ class ProgressSpec(StrictModel):
         return PRESETS[self.preset] if self.preset is not None else self.log_pattern
 
 
+STEP_MARK = "{step}"
+
+
 class CheckpointSpec(StrictModel):
-    """Where the program keeps its checkpoints. relaunch only looks at them, for people."""
+    """Where the program keeps its checkpoints. relaunch looks at them, and changes none."""
 
     directory: Text
     """On the nodes; a relative path begins at `workdir`."""
+    pattern: Annotated[str, Field(max_length=200)] | None = None
+    """The name of a checkpoint in that folder, such as `step_{step}.pt`, where `*` stands for any
+    text. With it, a watch looks there for new ones while ranks run; None: only when a person asks.
+    """
 
     @field_validator("directory")
     @classmethod
@@ -167,6 +174,36 @@ class CheckpointSpec(StrictModel):
         if not value.strip():
             raise ValueError(f"{value!r} is not a folder: write its path, such as out")
         return value
+
+    @field_validator("pattern")
+    @classmethod
+    def _check_pattern(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        rest = value.replace(STEP_MARK, "", 1)
+        if rest == value or STEP_MARK in rest:
+            raise ValueError(
+                f"{value!r} has {value.count(STEP_MARK)} {STEP_MARK}, expected one, where the name"
+                " of a checkpoint has its step, such as checkpoint-{step}"
+            )
+        if "/" in value:
+            raise ValueError(
+                f"{value!r} has a slash: expected the name of a checkpoint within the directory,"
+                " such as checkpoint-{step}"
+            )
+        if "{" in rest or "}" in rest:
+            raise ValueError(f"{value!r} has a brace that is not of {STEP_MARK}")
+        return value
+
+    @property
+    def expression(self) -> str | None:
+        """The regular expression of a name, with a group `step`; None: no pattern is given."""
+        if self.pattern is None:
+            return None
+        before, after = (
+            "[^/]*?".join(map(re.escape, part.split("*"))) for part in self.pattern.split(STEP_MARK)
+        )
+        return rf"{before}(?P<step>[0-9]{{1,15}}){after}"
 
 
 class SecretReference(StrictModel):

@@ -323,6 +323,14 @@ class Policy(StrictModel):
     ladder may place on other nodes, once training has advanced, or where all of them name the same
     one of several nodes.
     """
+    bad_checkpoint_ask: Annotated[int, Field(ge=2)] | Literal["off"] = "off"
+    """How many resumed generations in a row may end with the same error at the same step, or before
+    any, until a person is asked to remove the checkpoint.
+
+    Only errors of the program count, and only once an earlier generation has reported a step. Where
+    all of them name the same one of several nodes, and no checkpoint, the ladder goes on and a
+    person is asked where it would end the job.
+    """
     healthy_for: Duration = timedelta(hours=1)
     """How long without a fault counts as progress where no step was ever reported, or where the
     step counter starts again in each epoch."""
@@ -366,7 +374,13 @@ class Policy(StrictModel):
     def _convert_off(cls, value: Any) -> Any:
         # YAML 1.1 reads an unquoted `off` as false, and users write it unquoted.
         if isinstance(value, dict):
-            for key in ("no_progress_stop", "no_progress_ask", "startup_stop", "grow_after"):
+            for key in (
+                "no_progress_stop",
+                "no_progress_ask",
+                "startup_stop",
+                "bad_checkpoint_ask",
+                "grow_after",
+            ):
                 if value.get(key) is False:
                     value = {**value, key: "off"}
                 if value.get(key) is True:

@@ -34,7 +34,9 @@ class ThreeNodes:
             )
         return Logs((LogChunk(0, 0, 3, "hi\n"),), True)
 
-    async def checkpoints(self, node: str, directory: str, workdir: str | None) -> Any:
+    async def checkpoints(
+        self, node: str, directory: str, workdir: str | None, pattern: str | None = None
+    ) -> Any:
         if node == "cut-off":
             raise Unreachable(node, "no answer")
         if node == "old":

@@ -24,7 +24,7 @@ class Watch:
     """A recorder that is given one report after the other."""
 
     def __init__(self, before: RunFigures | None = None, beat_at: datetime | None = None) -> None:
-        self.recorder = RunRecorder(before, beat_at, T0)
+        self.recorder = RunRecorder(before, beat_at, T0, T0)
         self.pace = START
 
     def report(self, when: float, step: int, phase: str | None = None) -> None:
@@ -99,3 +99,48 @@ def test_figures_of_the_wrong_order_change_nothing() -> None:
     watch.recorder.note_checkpoint(5, None, at(30))
     watch.recorder.note_checkpoint(None, None, at(30))
     assert watch.figures == replace(known)
+
+
+def looked(
+    recorder: RunRecorder, when: float, saved: int | None, age: float, reported: bool = False
+) -> None:
+    recorder.note_seen_checkpoint(saved, timedelta(seconds=age), at(when), is_reported=reported)
+
+
+def test_a_checkpoint_in_the_folder_has_the_time_of_its_change() -> None:
+    recorder = RunRecorder(None, None, T0, T0)
+    looked(recorder, 0, 10, 3000)
+    assert (recorder.figures.checkpoint, recorder.figures.checkpoint_at) == (10, None), "older"
+    looked(recorder, 15, 10, 3015)
+    looked(recorder, 30, 20, 4)
+    assert (recorder.figures.checkpoint, recorder.figures.checkpoint_at) == (20, at(26))
+    # It was not there at the look before, whatever the clock of a file server says.
+    looked(recorder, 45, 30, 900)
+    assert (recorder.figures.checkpoint_at, recorder.figures.checkpoints) == (at(10), 2)
+    assert recorder.seen == 30
+
+
+def test_the_first_one_of_a_folder_counts() -> None:
+    recorder = RunRecorder(None, None, T0, T0)
+    looked(recorder, 0, None, 0)
+    looked(recorder, 15, 10, 5)
+    assert (recorder.figures.checkpoint, recorder.figures.checkpoint_at) == (10, at(10))
+
+
+def test_what_ranks_report_counts_instead() -> None:
+    recorder = RunRecorder(None, None, T0, T0)
+    looked(recorder, 0, None, 0)
+    looked(recorder, 15, 10, 5, reported=True)
+    assert recorder.figures.checkpoint is None
+
+
+def test_one_saved_between_two_attempts_of_a_watch_counts() -> None:
+    recorder = RunRecorder(RunFigures(checkpoint=10), T0, T0, T0)
+    looked(recorder, 15, 20, 5)
+    assert (recorder.figures.checkpoint, recorder.figures.checkpoint_at) == (20, at(10))
+
+
+def test_a_later_watch_knows_when_the_newest_was_finished() -> None:
+    recorder = RunRecorder(None, None, at(100), T0)
+    looked(recorder, 100, 30, 8)
+    assert (recorder.figures.checkpoint_at, recorder.figures.checkpoints) == (at(92), 0)

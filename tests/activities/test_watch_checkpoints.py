@@ -5,13 +5,16 @@ Tested is what it calls a new one, and what it forgets of it when it is taken ov
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from relaunch.activities.gang import WatchedShard
-from relaunch.activities.reports import WatchHeartbeat, WatchReport
+from relaunch.activities.reports import WatchedCheckpoints, WatchHeartbeat, WatchReport
+from relaunch.backends.base import Refusal, Unreachable
 from relaunch.job.events import CheckpointSaved, ProgressSeen, StepReached
 from relaunch.job.hang import Pace
 from relaunch.spec.policy import HangLimits
@@ -232,3 +235,47 @@ async def test_leftovers_of_another_generations_watch_are_not_taken() -> None:
         step_of(await watched(saves((0.0, 80), (0.6, 100)), environment=environment(2, (other,))))
         == 100
     )
+
+
+class Folder:
+    """Stands for a backend whose node answers so; real nodes do in tests/e2e."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+
+    async def checkpoints(self, *order: Any) -> Any:
+        assert order == ("n1", "out", "/home/x", "step_(?P<step>[0-9]+)")
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def make_answer(step: int | None, unreadable: str | None = None) -> dict[str, Any]:
+    newest = None if step is None else {"step": step, "age": 1.0}
+    return {"newest": newest, "incomplete": [], "unreadable": unreadable}
+
+
+@pytest.mark.parametrize(
+    ("first", "is_new"),
+    [
+        pytest.param(make_answer(None), True, id="an empty folder"),
+        pytest.param(make_answer(None, os.strerror(errno.ENOENT)), True, id="no folder yet"),
+        pytest.param(make_answer(10), True, id="an older one"),
+        pytest.param(
+            make_answer(None, "Input/output error"), False, id="a folder that is not read"
+        ),
+        pytest.param(Refusal("n1", "still_reading", "slow"), False, id="a folder that hangs"),
+        pytest.param(Unreachable("n1", "no answer"), False, id="a node that does not answer"),
+    ],
+)
+async def test_what_was_not_there_before_is_a_new_checkpoint(first: Any, is_new: bool) -> None:
+    folder = WatchedCheckpoints("out", "/home/x", "step_(?P<step>[0-9]+)")
+    gang = Nodes(checkpoints=folder).gang
+    backend: Any = Folder(first, make_answer(20))
+    for _ in range(2):
+        await gang._read_checkpoints(lambda node: backend, folder)
+    figures = gang.heartbeat().figures
+    assert figures is not None and figures.checkpoint == 20
+    assert figures.checkpoints == int(is_new)
+    assert gang.heartbeat().checkpoint == 20

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -99,6 +101,37 @@ def test_megatron_resumes_from_the_iteration_that_it_names(tmp_path: Path) -> No
     assert find(tmp_path)[0] == ("iter_0000030", "megatron", missing)
     (tmp_path / TRACKER).write_text("release")
     assert find(tmp_path)[0] == ("iter_0000020", "dcp", "")
+
+
+NAMED = re.compile(r"step_(?P<step>[0-9]{1,15})[^/]*?")
+
+
+def test_a_pattern_names_checkpoints_of_any_kind(tmp_path: Path) -> None:
+    now = time.time()
+    save(tmp_path / "step_10.pt", 100)
+    write(tmp_path / "step_20", "rank0.bin", "rank1.bin", at=200)
+    save(tmp_path / "step_30.pt", 300, cut=10)
+    (tmp_path / "step_40.pkl").write_text("x")
+    os.utime(tmp_path / "step_40.pkl", (now - 5, now - 5))
+    (tmp_path / "tmp_step_50.pkl").write_text("x")
+    save(tmp_path / "other.pt", 400)
+    found = find_checkpoints(str(tmp_path), NAMED)
+    assert [(one.name, one.format, one.incomplete) for one in found] == [
+        ("step_40.pkl", "other", "it was changed less than 20 s ago"),
+        ("step_30.pt", "torch", "its end is missing"),
+        ("step_20", "other", ""),
+    ]
+
+
+def test_what_has_no_mark_is_complete_once_it_does_not_change(tmp_path: Path) -> None:
+    now = time.time()
+    write(tmp_path / "step_7", "weights.bin", at=int(now - 60))
+    assert [one.incomplete for one in find_checkpoints(str(tmp_path), NAMED)] == [""]
+    os.utime(tmp_path / "step_7" / "weights.bin", (now - 3, now - 3))
+    (recent,) = find_checkpoints(str(tmp_path), NAMED)
+    assert recent.incomplete == "it was changed less than 20 s ago"
+    write(tmp_path / "step_8", at=int(now - 50))
+    assert find_checkpoints(str(tmp_path), NAMED)[0].incomplete == "it is empty"
 
 
 def test_few_files_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,6 +166,7 @@ async def test_causes_that_share_a_ladder_are_drawn_once_or_one_alone(
         "no_progress_stop": None,
         "no_progress_ask": None,
         "startup_stop": None,
+        "bad_checkpoint_ask": None,
         "unanswered": "remind",
         "healthy_for": 3600.0,
         "grow_after": 1800.0,

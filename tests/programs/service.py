@@ -168,7 +168,12 @@ class Service:
             "launcher": program.launcher,
             "progress": program.progress,
             "env": fault_environment(fault, cgroup),
-            "policy": {"max_restarts": MAX_RESTARTS, **fault.policy},
+            # A case must end: the policy asks no person about a checkpoint.
+            "policy": {
+                "max_restarts": MAX_RESTARTS,
+                "bad_checkpoint_ask": "off",
+                **fault.policy,
+            },
         }
         file = folder / "job.yaml"
         file.write_text(json.dumps(job))  # JSON is YAML, too

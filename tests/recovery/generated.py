@@ -61,6 +61,7 @@ def written(number: int) -> Policy:
         exhaust_restarts=choice.once_in(3),
         no_progress_stop=choice.among((3, 1, "off")),
         startup_stop=choice.among(("off", 3, 2)),
+        bad_checkpoint_ask=choice.among(("off", 2)),
         grow_after=choice.among((timedelta(minutes=30), timedelta(0), "off")),
         strict_lease=choice.once_in(6),
         causes=ladders,

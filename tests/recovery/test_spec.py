@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 from typing import Any
 
@@ -93,6 +94,26 @@ def refusal(error: pytest.ExceptionInfo[ValidationError]) -> tuple[str, str]:
         pytest.param({"limits": {"files": 1}}, "limits", id="an unknown limit"),
         pytest.param({"limits": {"nofile": -1}}, "limits", id="a negative limit"),
         pytest.param({"checkpoint": {"directory": " "}}, "checkpoint", id="no folder"),
+        pytest.param(
+            {"checkpoint": {"directory": "out", "pattern": "checkpoint-*"}},
+            "checkpoint",
+            id="a pattern without a step",
+        ),
+        pytest.param(
+            {"checkpoint": {"directory": "out", "pattern": "{step}/{step}"}},
+            "checkpoint",
+            id="a pattern with two",
+        ),
+        pytest.param(
+            {"checkpoint": {"directory": "out", "pattern": "a/{step}"}},
+            "checkpoint",
+            id="a pattern with a folder",
+        ),
+        pytest.param(
+            {"checkpoint": {"directory": "out", "pattern": "{epoch}-{step}"}},
+            "checkpoint",
+            id="a pattern with another brace",
+        ),
     ],
 )
 def test_what_a_job_file_cannot_mean_is_refused_with_a_sentence(
@@ -493,3 +514,21 @@ def test_a_reason_that_is_given_says_something() -> None:
     for blank in ("", " \n"):
         with pytest.raises(ValueError, match="it is empty"):
             parse_reason(blank)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "step"),
+    [
+        ("checkpoint-{step}", "checkpoint-20", 20),
+        ("checkpoint-{step}", "checkpoint-20.tmp", None),
+        ("epoch=*-step={step}.ckpt", "epoch=3-step=500.ckpt", 500),
+        ("{step}", "0000012", 12),
+        ("step_{step}.p*", "step_7.pkl", 7),
+        ("step_{step}.pt", "step_7xpt", None),
+    ],
+)
+def test_a_pattern_of_checkpoints_finds_the_step(pattern: str, name: str, step: int | None) -> None:
+    kept = spec(checkpoint={"directory": "out", "pattern": pattern}).checkpoint
+    assert kept is not None and kept.expression is not None
+    found = re.fullmatch(kept.expression, name)
+    assert (None if found is None else int(found["step"])) == step

@@ -51,7 +51,9 @@ async def record_service(
     async with World(folder / "world", WORLD_NUMBER, nodes=2, spares=0, answer_within=5.0) as world:
         (folder / "checkpoints").mkdir()
         job = await world.submit(
-            nodes=2, nproc=2, checkpoint={"directory": str(folder / "checkpoints")}
+            nodes=2,
+            nproc=2,
+            checkpoint={"directory": str(folder / "checkpoints"), "pattern": "checkpoint-{step}"},
         )
         await job.until_phase("RUNNING", generation=1)
         await job.until_steps()

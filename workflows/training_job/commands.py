@@ -37,7 +37,7 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.activities.links import CheckLinksInput, LinkActivities
     from relaunch.activities.records import ArchiveIncidentsInput, RecordActivities
     from relaunch.activities.repairs import FollowRepairInput, RepairActivities
-    from relaunch.activities.reports import WatchRanksInput, WatchReport
+    from relaunch.activities.reports import WatchedCheckpoints, WatchRanksInput, WatchReport
     from relaunch.activities.stop import StopRanksInput
     from relaunch.activities.watch import WatchActivities, heartbeat_timeout
     from relaunch.generation import Token
@@ -273,6 +273,7 @@ async def watch(
             if len(list_slow(job)) < MAX_OF_GENERATION
             else StragglerLimits(action="off"),
             slow=tuple(one.slow.node for one in list_slow(job)),
+            checkpoints=_find_watched_checkpoints(job) if nodes[0] == job.slots[0].node else None,
         ),
         start_to_close_timeout=FOR_EVER,
         heartbeat_timeout=heartbeat_timeout(timeouts),
@@ -288,6 +289,13 @@ async def watch(
         + (" until a checkpoint is finished" if drains_at_checkpoint(job) else "")
         + f" on {_names(nodes)}",
     )
+
+
+def _find_watched_checkpoints(job: JobState) -> WatchedCheckpoints | None:
+    folder = job.spec.checkpoint
+    if folder is None or folder.expression is None:
+        return None
+    return WatchedCheckpoints(folder.directory, job.spec.workdir, folder.expression)
 
 
 def _first_rank(job: JobState, node: str) -> int | None:

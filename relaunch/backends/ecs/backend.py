@@ -234,7 +234,7 @@ class EcsBackend:
         return Refusal(node, "no_such_generation", reason)
 
     async def checkpoints(
-        self, node: str, directory: str, workdir: str | None
+        self, node: str, directory: str, workdir: str | None, pattern: str | None = None
     ) -> Mapping[str, Any] | Refusal:
         reason = "the folders of a container on ECS are not looked at"
         return Refusal(node, "bad_order", reason)

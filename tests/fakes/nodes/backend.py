@@ -200,7 +200,7 @@ class SimulatedBackend:
         return found if isinstance(found, Refusal) else parse_stacks(node, rank, found)
 
     async def checkpoints(
-        self, node: str, directory: str, workdir: str | None
+        self, node: str, directory: str, workdir: str | None, pattern: str | None = None
     ) -> Mapping[str, Any] | Refusal:
         return Refusal(node, "bad_order", "simulated nodes have no folders")
 
