@@ -131,16 +131,20 @@ def give_environment(spec: JobSpec, state: Path) -> JobSpec:
     )
 
 
-def limit_unwatched(policy: Policy) -> Policy:
-    """Return the policy with an end for ranks that no controller watches, unless it has one.
+def adapt_policy(policy: Policy, *, has_terminal: bool) -> Policy:
+    """Return the policy of a job whose service ends with this program.
 
-    If this program and its server are both killed, no one comes back for them.
+    If this program and its server are both killed, no one comes back for the ranks, so they end by
+    themselves after a while. Without a terminal a script waits for the exit code: a job that a bad
+    checkpoint ends fails, as below torchrun, instead of asking a person.
     """
-    timeouts = policy.timeouts
-    if timeouts.unwatched is not None:
-        return policy
-    limited = timeouts.model_copy(update={"unwatched": timeouts.lease})
-    return policy.model_copy(update={"timeouts": limited})
+    changes: dict[str, object] = {}
+    if policy.timeouts.unwatched is None:
+        limited = {"unwatched": policy.timeouts.lease}
+        changes["timeouts"] = policy.timeouts.model_copy(update=limited)
+    if not has_terminal:
+        changes["bad_checkpoint_ask"] = "off"
+    return policy.model_copy(update=changes)
 
 
 def default_name(command: list[str]) -> str:
@@ -256,7 +260,7 @@ async def run(settings: Settings, request: RunRequest, say: Callable[[str], None
                 "`run` starts has only the fleet default"
             )
         own = start_own(settings, spec.name, spec.node_count)
-        policy = limit_unwatched(policy)
+        policy = adapt_policy(policy, has_terminal=sys.stdin.isatty())
         say(
             "no server is running, so relaunch starts one for this job; its state folder is "
             f"{own.state}"
