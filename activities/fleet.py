@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Protocol, TypeVar
@@ -30,17 +31,26 @@ from temporalio.common import Priority, WorkflowIDConflictPolicy
 from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
 
+from relaunch.activities.clocks import read_boot_clock
 from relaunch.activities.launch import MAX_CONCURRENT_CALLS, MAX_GENERATIONS_AHEAD
 from relaunch.activities.readings import Listing, NodeReader, NodeSnapshot, list_node
 from relaunch.activities.stop import StopRanksInput, send_heartbeats, stop_everywhere
 from relaunch.backends.base import Backend, Fleets, identity
 from relaunch.generation import Token
-from relaunch.messages.fleets import FleetFile, FleetInput, ReadFleetInput
+from relaunch.messages.fleets import (
+    FleetFile,
+    FleetInput,
+    FleetNews,
+    ReadFleetInput,
+    WatchFleetInput,
+)
 from relaunch.messages.ids import FLEET_ID_PREFIX, FLEET_PRIORITY, WORKFLOW_ID_PREFIX
 from relaunch.pool.events import FleetFileContent, PreviousRun
 from relaunch.pool.inventory import read_inventory
 from relaunch.pool.messages import Claim
+from relaunch.pool.nodes import INVENTORY_INTERVAL, MAX_INVENTORIES
 from relaunch.pool.restore import export_state, has_restored
+from relaunch.pool.rounds import is_news
 from relaunch.pool.state import FleetState, LiveGeneration, NodeProbe
 from relaunch.spec.fleet import FleetSpec
 from relaunch.spec.policy import Timeouts
@@ -66,6 +76,8 @@ LIST_INTERVAL_S = 0.1
 MAX_RUNS = 8
 """Most earlier runs that are asked. Each of them ended before it had restored the state of the runs
 before it."""
+MAX_REPORTED = 2048
+"""Probes that one round reports: half a megabyte of JSON."""
 FLEET_UNKNOWN = "FleetUnknown"
 LEN_OF_UUID = 36
 MAX_JOBS_TO_DESCRIBE = 16
@@ -126,6 +138,7 @@ class FleetActivities:
         self._client = client
         self._task_queue = task_queue
         self._reader = NodeReader()
+        self._clock = read_boot_clock
 
     @activity.defn
     async def read_fleet(self, input: ReadFleetInput) -> FleetFile:
@@ -242,10 +255,13 @@ class FleetActivities:
     @activity.defn
     async def probe_nodes(self, input: LookInput) -> tuple[NodeProbe, ...]:
         """Ask each node once. A node that does not answer is reported as silent."""
-        backend = self._fleets.backend(input.fleet)
         async with send_heartbeats() as shown:
             shown.append({"looking at": list(input.nodes[:8]), "nodes": len(input.nodes)})
-            seen = await self._read_nodes(backend, input)
+            return await self._probe(input)
+
+    async def _probe(self, input: LookInput) -> tuple[NodeProbe, ...]:
+        backend = self._fleets.backend(input.fleet)
+        seen = await self._read_nodes(backend, input)
         mine = identity(self._client.namespace, input.fleet, backend.server)
         gone = NodeSnapshot(f"fleet file {input.fleet} of this worker does not name it")
         return tuple(_build_probe(node, seen.get(node, gone), mine) for node in input.nodes)
@@ -278,17 +294,82 @@ class FleetActivities:
     @activity.defn
     async def find_closed_jobs(self, input: ClosedJobsInput) -> tuple[tuple[str, int], ...]:
         """Return which of these submissions no longer run."""
-        claims = input.claims
         async with send_heartbeats():
-            if len(claims) > MAX_JOBS_TO_DESCRIBE:
-                listing = frozenset([job async for job in self._list_running_jobs(input.fleet)])
-                # Absence from a list that may be some seconds old proves nothing yet.
-                claims = tuple(claim for claim in claims if claim[0] not in listing)
-            running = await self._read_submissions([job for job, _ in claims])
+            return await self._find_closed(input.fleet, input.claims)
+
+    async def _find_closed(
+        self, fleet: str, claims: tuple[tuple[str, int], ...]
+    ) -> tuple[tuple[str, int], ...]:
+        if len(claims) > MAX_JOBS_TO_DESCRIBE:
+            listing = frozenset([job async for job in self._list_running_jobs(fleet)])
+            # Absence from a list that may be some seconds old proves nothing yet.
+            claims = tuple(claim for claim in claims if claim[0] not in listing)
+        running = await self._read_submissions([job for job, _ in claims])
         return tuple(
             (job, submission)
             for job, submission in claims
             if (runs := running[job]) is None or runs > submission
+        )
+
+    @activity.defn
+    async def watch_fleet(self, input: WatchFleetInput) -> FleetNews:
+        """Read the fleet file, ask which jobs have ended and probe all nodes, round after round,
+        until a round finds something that the fleet did not know.
+
+        Raises:
+            ApplicationError: this worker shuts down; the next one goes on.
+        """
+        read_at = self._clock() + input.first_in.total_seconds()
+        due = {
+            node.node: self._clock() + node.read_in
+            for node in input.nodes
+            if node.read_in is not None
+        }
+        pending: frozenset[str] = frozenset()
+        async with send_heartbeats() as shown:
+            while True:
+                await _sleep_unless_shut_down(read_at - self._clock())
+                read_at = self._clock() + input.interval.total_seconds()
+                file = await self.read_fleet(ReadFleetInput(input.fleet, input.file_digest))
+                is_file_news = file.applied is not None or file.wrong != input.file_wrong
+                closed = await self._find_closed(input.fleet, input.claims)
+                probes = await self._probe_round(input, due)
+                known = {node.node: node for node in input.nodes}
+                news = [
+                    probe
+                    for probe in probes
+                    if is_news(known[probe.node], probe, was_pending=probe.node in pending)
+                ]
+                if is_file_news or closed or news:
+                    # What is left out is found again by the next watch.
+                    return FleetNews(
+                        file if is_file_news else None, closed, tuple(news[:MAX_REPORTED])
+                    )
+                pending = frozenset(probe.node for probe in probes if probe.inventory_pending)
+                due.update(dict.fromkeys(pending, read_at))
+                shown[:] = [
+                    {
+                        "last round": datetime.now(UTC).isoformat(timespec="seconds"),
+                        "nodes": len(probes),
+                        "silent": sum(bool(probe.silent) for probe in probes),
+                    }
+                ]
+
+    async def _probe_round(
+        self, input: WatchFleetInput, due: dict[str, float]
+    ) -> tuple[NodeProbe, ...]:
+        """Probe all nodes once, and read the GPUs of those for which that is due.
+
+        Args:
+            input: What the fleet knows.
+            due: When each node's GPUs are to be read, by this worker's clock. It is updated.
+        """
+        now = self._clock()
+        overdue = sorted((at, node) for node, at in due.items() if at <= now)
+        read = tuple(node for _, node in overdue[:MAX_INVENTORIES])
+        due.update(dict.fromkeys(read, now + INVENTORY_INTERVAL.total_seconds()))
+        return await self._probe(
+            LookInput(input.fleet, tuple(node.node for node in input.nodes), read)
         )
 
     @activity.defn
@@ -430,6 +511,22 @@ class FleetActivities:
         if run is None:  # the first run is past the server's retention
             return int((await handle.query("state"))["submission"])
         return int(run.start_time.timestamp() * 1000)
+
+
+async def _sleep_unless_shut_down(seconds: float) -> None:
+    """Sleep.
+
+    Raises:
+        ApplicationError: this worker shuts down meanwhile.
+    """
+    with suppress(TimeoutError):
+        async with asyncio.timeout(max(0.0, seconds)):
+            await activity.wait_for_worker_shutdown()
+            raise ApplicationError(
+                "this worker shuts down",
+                type="HandOver",
+                next_retry_delay=timedelta(milliseconds=1),
+            )
 
 
 async def _describe(handle: WorkflowHandle[Any, Any]) -> WorkflowExecutionDescription | None:

@@ -347,6 +347,7 @@ def make_worker(
             LinkActivities(fleets).check_links,
             fleet.read_fleet,
             fleet.probe_nodes,
+            fleet.watch_fleet,
             fleet.read_last_state,
             fleet.count_free_nodes,
             fleet.find_jobs,

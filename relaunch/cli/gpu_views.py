@@ -11,6 +11,7 @@ from typing import Any
 
 from relaunch.cli.job_views import age
 from relaunch.pool.inventory import UNKNOWN, Inventory, describe_uses
+from relaunch.pool.nodes import INVENTORY_INTERVAL
 from relaunch.pool.state import NodeRecord, NodeStatus
 
 
@@ -66,11 +67,12 @@ def lines(record: NodeRecord, jobs: Mapping[int, Sequence[str]], now: datetime) 
     found = record.inventory
     if found is None or not record.spec.gpus:
         return []
-    when = (
-        f"read {age(now - record.inventory_at)} ago"
-        if record.inventory_at
-        else "read before the last action on the node"
-    )
+    if record.inventory_at is None:
+        when = "read before the last action on the node"
+    elif (since := now - record.inventory_at) >= 2 * INVENTORY_INTERVAL and not jobs:
+        when = f"no change for {age(since)}"  # those of a node that jobs have are not read again
+    else:
+        when = f"read {age(since)} ago"
     if found.unreadable:
         return [f"gpus        GPUs unreadable: {found.unreadable}; {when}"]
     versions = f"driver {found.driver or 'unknown'}, NVML {found.nvml or 'unknown'}"

@@ -25,6 +25,7 @@ from relaunch.evidence.findings import Verdict
 from relaunch.fields import duration
 from relaunch.pool.events import FleetFileContent
 from relaunch.pool.messages import Healing
+from relaunch.pool.nodes import SWEEP_INTERVAL
 from relaunch.pool.state import ClaimRecord, FleetState, Mark, NodeRecord, PastReason
 from relaunch.pool.tenants import STATES, Tenant, jobs_on, node_state, tenants
 from relaunch.spec.fleet import FleetLimits, FleetNode
@@ -147,6 +148,11 @@ def fleet_lines(state: FleetState, now: datetime) -> list[str]:
     ]
 
 
+def _probe_age(since: timedelta) -> str:
+    """Return when a node was probed. Each is, once a minute, and the fleet learns what changes."""
+    return f"no change for {age(since)}" if since >= 2 * SWEEP_INTERVAL else f"{age(since)} ago"
+
+
 def node_lines(
     record: NodeRecord, here: Sequence[Tenant], fleet: str, now: datetime, web: str | None
 ) -> list[str]:
@@ -172,7 +178,7 @@ def node_lines(
         answer = f"it answered, boot id {probe.boot_id}" if probe.boot_id else "it answered"
         if probe.silent:
             answer = f"no answer{format_since(record.silent_since, now)}: {probe.silent}"
-        lines.append(f"probe       {age(now - record.probed_at)} ago: {answer}")
+        lines.append(f"probe       {_probe_age(now - record.probed_at)}: {answer}")
         lines += [f"held by     {probe.busy}"] if probe.busy else []
         lines += [
             f"running     job {one.job}, submission {one.submission}, generation {one.generation}"

@@ -31,7 +31,8 @@ from relaunch.pool.events import (
     ResumeCommand,
 )
 from relaunch.pool.messages import Claim, FaultReport, PermitRequest
-from relaunch.pool.state import FleetState
+from relaunch.pool.rounds import KnownNode
+from relaunch.pool.state import FleetState, NodeProbe
 
 DRAIN_TIMEOUT = timedelta(minutes=30)
 """Default time for a job to leave a node that a person drains: longer than most jobs need between
@@ -88,6 +89,34 @@ class FleetFile:
     """Why it cannot be used."""
     digest: str = ""
     """Of its content, to be compared with the next reading."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchFleetInput:
+    """What a fleet knows when its watch begins."""
+
+    fleet: str
+    file_digest: str
+    """Of the fleet file as it was last read."""
+    file_wrong: str
+    """Why it could not be used; empty if it could."""
+    claims: tuple[tuple[str, int], ...]
+    """(job, submission) of the claims that are not closed."""
+    nodes: tuple[KnownNode, ...]
+    first_in: timedelta
+    """Until the first round."""
+    interval: timedelta
+    """Between two rounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetNews:
+    """What a round of the watch has found that the fleet did not know."""
+
+    file: FleetFile | None = None
+    closed: tuple[tuple[str, int], ...] = ()
+    """(job, submission) of claims whose workflows no longer run."""
+    probes: tuple[NodeProbe, ...] = ()
 
 
 class QuarantineMessage(StrictModel):

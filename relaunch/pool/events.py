@@ -79,6 +79,8 @@ class FaultReportEvent:
 @dataclass(frozen=True, slots=True)
 class ProbeResults:
     probes: tuple[NodeProbe, ...]
+    is_sweep: bool = False
+    """All nodes were probed, and the others have answered as they did before."""
     kind: Literal["ProbeResults"] = "ProbeResults"
 
 

@@ -441,6 +441,8 @@ def declare_dead(state: FleetState, fact: DeathDeclaration, now: datetime) -> Fl
 PROBE_LIFETIME = timedelta(seconds=10)
 """How long an answer of a node counts as current: a launch follows a grant within a second or
 two."""
+SWEEP_INTERVAL = timedelta(seconds=60)
+"""Time between two probes of all nodes: how long ranks of no known job may go unseen."""
 INVENTORY_INTERVAL = timedelta(minutes=5)
 """Time between two readings of the GPUs of a node that no claim waits for: foreign processes stay
 for hours."""

@@ -47,15 +47,15 @@ from relaunch.pool.nodes import (
     INVENTORY_INTERVAL,
     MAX_INVENTORIES,
     PROBE_LIFETIME,
+    SWEEP_INTERVAL,
     can_read_inventory,
     is_probe_due,
     probe_delay,
 )
 from relaunch.pool.placement import NodeUse, Placement
+from relaunch.pool.rounds import Digests, KnownNode, list_known
 from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, NodeStatus, RecentReclaim
 
-SWEEP_INTERVAL = timedelta(seconds=60)
-"""Time between two probes of all nodes: how long ranks of no known job may go unseen."""
 CLAIMS_TIMEOUT = timedelta(seconds=30)
 """How long a restarted fleet waits for jobs to claim what they hold: restarting a worker meanwhile
 takes ten seconds."""
@@ -66,6 +66,8 @@ MAX_PROBED = 2048
 for a probe waits for those under way."""
 MIN_WAKE_DELAY = timedelta(seconds=1)
 """Shortest time between two wakes without news."""
+PROBE, WATCH = "probe", "watch"
+"""Keys of what may be under way."""
 
 
 def apply_event(state: FleetState, event: FleetEvent, now: datetime) -> FleetState:
@@ -82,7 +84,8 @@ def apply_event(state: FleetState, event: FleetEvent, now: datetime) -> FleetSta
         case FaultReportEvent():
             return claims.record_faults(state, event.report, now)
         case ProbeResults():
-            return nodes.record_probes(state, event.probes, now)
+            state = nodes.record_probes(state, event.probes, now)
+            return replace(state, watched_at=now) if event.is_sweep else state
         case EndedJobs():
             return claims.close_claims(state, event.jobs, now)
         case ReclaimResult():
@@ -114,8 +117,10 @@ def schedule(state: FleetState, now: datetime, under_way: frozenset[str]) -> Sch
     return Scheduler().schedule(state, now, under_way)
 
 
-def next_wake(state: FleetState, now: datetime) -> datetime:
-    return Scheduler().next_wake(state, now)
+def next_wake(
+    state: FleetState, now: datetime, under_way: frozenset[str] = frozenset()
+) -> datetime | None:
+    return Scheduler().next_wake(state, now, under_way)
 
 
 class Scheduler:
@@ -127,6 +132,7 @@ class Scheduler:
 
     def __init__(self) -> None:
         self._placement = Placement(FleetState(""), datetime.min.replace(tzinfo=UTC))
+        self._digests = Digests()
 
     def schedule(
         self, state: FleetState, now: datetime, under_way: frozenset[str]
@@ -139,7 +145,8 @@ class Scheduler:
         Args:
             state: The state with all events applied.
             now: Time by the workflow's clock.
-            under_way: Keys of the orders under way: `probe`, `reclaim/JOB/SUBMISSION`.
+            under_way: Keys of what is under way: `probe`, `reclaim/JOB/SUBMISSION`, and `watch`,
+                which probes all nodes every `SWEEP_INTERVAL` and reports what has changed.
         """
         orders: list[Order] = []
 
@@ -196,9 +203,15 @@ class Scheduler:
         orders += probes
         return ScheduleResult(state, tuple(orders))
 
-    def next_wake(self, state: FleetState, now: datetime) -> datetime:
-        """Return when to schedule even if no fact arrives."""
-        times = [(state.swept_at or now) + SWEEP_INTERVAL]
+    def next_wake(
+        self, state: FleetState, now: datetime, under_way: frozenset[str] = frozenset()
+    ) -> datetime | None:
+        """Return when to schedule even if no fact arrives; None: only then."""
+        times: list[datetime] = []
+        if WATCH not in under_way:
+            times.append((_last_sweep(state) or now) + SWEEP_INTERVAL)
+        elif self._is_unsettled(state, now):
+            times.append(now + SWEEP_INTERVAL)
         later = [one.at + RECLAIM_INTERVAL for one in state.recent_reclaims]
         later += [
             record.reason_due_at for record in state.claims if record.reason_due_at is not None
@@ -243,7 +256,26 @@ class Scheduler:
         # Times in the past were handled by `schedule`, are no longer needed, or have news on the
         # way.
         times += [at for at in later if at > now]
-        return max(min(times), now + MIN_WAKE_DELAY)
+        return max(min(times), now + MIN_WAKE_DELAY) if times else None
+
+    def list_known(self, state: FleetState, now: datetime) -> tuple[KnownNode, ...]:
+        """Return what the fleet knows of its nodes, for its watch."""
+        self._placement.update(state, now)
+        return list_known(self._placement.nodes, now, self._digests)
+
+    def _is_unsettled(self, state: FleetState, now: datetime) -> bool:
+        """Return whether anything may be decided in another way just because time passes: a limit
+        of reboots an hour, a job that has waited long, a time by which jobs must leave a node."""
+        return (
+            bool(state.requests)
+            or any(record.is_waiting for record in state.claims)
+            or any(
+                node.status in (NodeStatus.SUSPECT, NodeStatus.REPAIRING)
+                or node.drain is not None
+                or node.repair_drain is not None
+                for node in self.list_notable(state, now)
+            )
+        )
 
     def count_free(self, state: FleetState, now: datetime, claim: Claim) -> int:
         """Return how many free nodes a claim could have beside those that it avoids."""
@@ -386,11 +418,12 @@ def _order_probes(
     under_way: frozenset[str],
 ) -> tuple[FleetState, list[ProbeOrder]]:
     """Probe the nodes that claims and offers wait for, those of which nothing is known, and once in
-    `SWEEP_INTERVAL` all; one order at a time, and `MAX_PROBED` nodes with each."""
-    if "probe" in under_way or not placement.nodes:
+    `SWEEP_INTERVAL` all, unless they are watched; one order at a time, and `MAX_PROBED` nodes with
+    each."""
+    if PROBE in under_way or not placement.nodes:
         return state, []
-    swept_at = state.swept_at
-    if swept_at is None or now - swept_at >= SWEEP_INTERVAL:
+    swept_at, last = state.swept_at, _last_sweep(state)
+    if swept_at is None or last is None or _is_sweep_due(last, now, under_way):
         swept_at = now
         state = replace(state, swept_at=now)
     unknown = (use for use in placement.list_notable() if _is_unknown(use, now))
@@ -407,6 +440,15 @@ def _order_probes(
         tuple(use.name for use in uses), tuple(use.name for use in uses if use in to_read)
     )
     return replace(state, nodes=records, probe_count=state.probe_count + 1), [order]
+
+
+def _last_sweep(state: FleetState) -> datetime | None:
+    """Return when all nodes were last probed."""
+    return max((at for at in (state.swept_at, state.watched_at) if at is not None), default=None)
+
+
+def _is_sweep_due(last: datetime, now: datetime, under_way: frozenset[str]) -> bool:
+    return WATCH not in under_way and now - last >= SWEEP_INTERVAL
 
 
 def _is_unswept(use: NodeUse, swept_at: datetime) -> bool:

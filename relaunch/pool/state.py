@@ -375,6 +375,8 @@ class FleetState:
     granted."""
     swept_at: datetime | None = None
     """When a probe of all nodes was last ordered."""
+    watched_at: datetime | None = None
+    """When the last watch over all nodes ended."""
     progress_at: datetime | None = None
     """When a running job was last granted nodes or asked to yield: two running jobs that wait
     longer block each other."""

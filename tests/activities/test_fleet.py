@@ -6,6 +6,7 @@ The nodes are simulated, the server is scripted.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, cast
 
 import pytest
+from pydantic_core import to_json
 from temporalio.client import Client, WorkflowExecutionStatus, WorkflowQueryFailedError
 from temporalio.common import WorkflowIDConflictPolicy
 from temporalio.exceptions import ApplicationError
@@ -32,10 +34,17 @@ from relaunch.activities.fleet import (
 from relaunch.activities.launch import LaunchRanksOutput
 from relaunch.backends.base import Preparation, PrepareOrder, StartedRanks, StartOrder
 from relaunch.generation import Token
-from relaunch.messages.fleets import FleetFile, FleetInput, ReadFleetInput
+from relaunch.messages.fleets import (
+    FleetFile,
+    FleetInput,
+    FleetNews,
+    ReadFleetInput,
+    WatchFleetInput,
+)
 from relaunch.pool.events import FleetFileContent
 from relaunch.pool.inventory import Inventory
 from relaunch.pool.messages import Claim, Place
+from relaunch.pool.rounds import KnownNode, digest_inventory, digest_probe
 from relaunch.pool.state import (
     ClaimRecord,
     FleetState,
@@ -681,3 +690,84 @@ async def test_a_fleet_that_no_file_names_is_not_begun_and_it_is_said() -> None:
         [],
     )
     assert "'elsewhere'" in refused.value.message and "default" in refused.value.message
+
+
+# --- the watch over a fleet while nothing happens
+
+
+def know(fleet: Stand, looks: dict[str, NodeProbe], read_in: int | None = None) -> WatchFleetInput:
+    """What a fleet knows that has just probed these nodes."""
+    nodes = tuple(
+        KnownNode(node, digest_probe(probe), digest_inventory(probe.inventory), read_in)
+        for node, probe in looks.items()
+    )
+    digest = hashlib.sha256(to_json(FleetFileContent(**content(fleet)))).hexdigest()
+    return WatchFleetInput("default", digest, "", (), nodes, timedelta(0), timedelta(0))
+
+
+def content(fleet: Stand) -> dict[str, Any]:
+    spec = fleet.fleets.known
+    return {"repairs": spec.repairs, "nodes": tuple(spec.nodes), "limits": spec.limits}
+
+
+async def test_a_watch_reports_nothing_but_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = await launched()
+    asked, _ = of(fleet, Run("job/llama", 1000))
+    input = replace(know(fleet, await look(fleet, "n1", "n2")), claims=(("llama", 1000),))
+    watch = asyncio.create_task(environment().run(asked.watch_fleet, input))
+    listed = [call for call in fleet.backend.calls if call.command == "list"]
+    await eventually(
+        lambda: sum(call.command == "list" for call in fleet.backend.calls) > len(listed) + 20,
+        "ten rounds",
+    )
+    assert not watch.done()
+    fleet.backend.cut("n2")
+    news = await asyncio.wait_for(watch, PATIENCE)
+    assert (news.file, news.closed, [probe.node for probe in news.probes]) == (None, (), ["n2"])
+    assert "no answer" in news.probes[0].silent
+
+
+async def test_a_watch_reports_what_the_fleet_does_not_know_yet() -> None:
+    fleet = await launched()
+    asked, _ = of(fleet)
+    looks = await look(fleet, "n1", "n2")
+    now = know(fleet, looks)
+    unknown = replace(now, nodes=(now.nodes[0], replace(now.nodes[1], probe="")))
+    news = await environment().run(asked.watch_fleet, unknown)
+    assert news == FleetNews(probes=(looks["n2"],))
+    ended = replace(now, claims=(("llama", 1000),))
+    assert await environment().run(asked.watch_fleet, ended) == FleetNews(closed=ended.claims)
+    other = await environment().run(asked.watch_fleet, replace(now, file_digest="of another"))
+    assert other.file is not None and other.file.digest == now.file_digest
+    wrong = await environment().run(asked.watch_fleet, replace(now, file_wrong="no such key"))
+    assert wrong.file == FleetFile(None, digest=now.file_digest)
+
+
+async def test_a_slow_reading_of_gpus_is_reported_when_it_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(relaunch.activities.readings, "READING_TIMEOUT_S", 0.05)
+    fleet = stand()
+    with_gpus(fleet, Takes(node="n1", command="gpus", seconds=0.3))
+    asked, _ = of(fleet)
+    input = know(fleet, await look(fleet, "n1", "n2"), read_in=0)
+    input = replace(input, interval=timedelta(seconds=0.5))
+    first = await environment().run(asked.watch_fleet, input)
+    assert [(one.node, one.inventory_pending) for one in first.probes] == [("n2", False)]
+    nodes = (input.nodes[0], replace(input.nodes[1], read_in=None))
+    second = await environment().run(asked.watch_fleet, replace(input, nodes=nodes))
+    assert [(one.node, one.inventory_pending) for one in second.probes] == [("n1", False)]
+    assert second.probes[0].inventory is not None
+
+
+async def test_a_watch_hands_over_when_its_worker_shuts_down() -> None:
+    fleet = stand()
+    asked, _ = of(fleet)
+    input = replace(know(fleet, await look(fleet, "n1")), first_in=timedelta(hours=1))
+    here = environment()
+    watch = asyncio.create_task(here.run(asked.watch_fleet, input))
+    await asyncio.sleep(0)
+    here.worker_shutdown()
+    with pytest.raises(ApplicationError, match="shuts down") as handed_over:
+        await asyncio.wait_for(watch, PATIENCE)
+    assert not handed_over.value.non_retryable

@@ -360,6 +360,7 @@ def activities(
         LinkActivities(fleets).check_links,
         of_fleet.read_fleet,
         of_fleet.probe_nodes,
+        of_fleet.watch_fleet,
         of_fleet.read_last_state,
         of_fleet.count_free_nodes,
         of_fleet.find_jobs,

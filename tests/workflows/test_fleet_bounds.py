@@ -21,13 +21,13 @@ from relaunch.activities.fleet import ClosedJobsInput, LookInput, TellFleetInput
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Verdict
 from relaunch.generation import LaunchedGeneration
-from relaunch.messages.fleets import FleetFile, FleetInput, short
+from relaunch.messages.fleets import FleetFile, FleetInput, WatchFleetInput, short
 from relaunch.pool.events import ClaimEvent, FleetFileContent
 from relaunch.pool.inventory import read_inventory
 from relaunch.pool.messages import Claim, Grant, Place, Suspect
 from relaunch.pool.nodes import MAX_INVENTORIES
 from relaunch.pool.restore import export_state
-from relaunch.pool.scheduler import MAX_PROBED
+from relaunch.pool.scheduler import MAX_PROBED, Scheduler
 from relaunch.pool.state import (
     ClaimRecord,
     FleetState,
@@ -185,6 +185,15 @@ PAYLOADS: dict[str, Callable[[], object]] = {
     ),
     "jobs that may have ended": lambda: ClosedJobsInput(
         "pool", tuple(record.key for record in fill_fleet().claims)
+    ),
+    "input of a watch": lambda: WatchFleetInput(
+        "pool",
+        "0" * 64,
+        "",
+        tuple(record.key for record in fill_fleet().claims),
+        Scheduler().list_known(fill_fleet(), T0),
+        timedelta(0),
+        timedelta(0),
     ),
     "claim of the widest job": lambda: TellFleetInput("pool", "claim", widest_claim()),
     "grant to the widest job": lambda: Grant(

@@ -28,7 +28,7 @@ with workflow.unsafe.imports_passed_through():
         LookInput,
         ReclaimInput,
     )
-    from relaunch.messages.fleets import FleetFile, ReadFleetInput
+    from relaunch.messages.fleets import FleetFile, FleetNews, ReadFleetInput, WatchFleetInput
     from relaunch.messages.ids import REPAIR_ID_PREFIX
     from relaunch.messages.jobs import NodeRepairInput
     from relaunch.pool.events import PreviousRun, ProbeOrder, ReclaimOrder, RepairRequest
@@ -39,6 +39,10 @@ with workflow.unsafe.imports_passed_through():
 ASK_TIMEOUT = timedelta(minutes=2)
 """For probes and questions to the server, retries included; after that the fleet asks again with
 what it needs by then."""
+WATCH_TIMEOUT = timedelta(days=1)
+"""For one attempt of a watch; the server then begins the next one, and records neither."""
+WATCH_HEARTBEAT = timedelta(seconds=20)
+"""How soon the watch of a dead worker is taken over, which a round a minute has time for."""
 READ_TIMEOUT = timedelta(seconds=10)
 RECLAIM_TIMEOUT = timedelta(minutes=10)
 """For one order to stop ranks; it ends by itself after half of that."""
@@ -119,6 +123,22 @@ async def probe_nodes(fleet: str, order: ProbeOrder) -> tuple[NodeProbe, ...] | 
             heartbeat_timeout=BEAT,
             retry_policy=KEEP_TRYING,
             summary=f"probe {join_names(order.nodes)}"[:200],
+        )
+    )
+
+
+async def watch_fleet(input: WatchFleetInput) -> FleetNews | None:
+    return await _await_answer(
+        workflow.execute_activity_method(
+            FleetActivities.watch_fleet,
+            input,
+            start_to_close_timeout=WATCH_TIMEOUT,
+            heartbeat_timeout=WATCH_HEARTBEAT,
+            retry_policy=KEEP_TRYING,
+            summary=(
+                f"{count_noun(len(input.nodes), 'node')}, {count_noun(len(input.claims), 'job')}"
+                " and the fleet file, until one has changed"
+            ),
         )
     )
 

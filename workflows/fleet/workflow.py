@@ -17,7 +17,10 @@ from temporalio.exceptions import ApplicationError
 
 with workflow.unsafe.imports_passed_through():
     from relaunch.messages.fleets import (
+        FleetFile,
         FleetInput,
+        FleetNews,
+        WatchFleetInput,
         apply_message,
         claim_fact,
         dead_fact,
@@ -54,8 +57,9 @@ with workflow.unsafe.imports_passed_through():
         RunningJobs,
     )
     from relaunch.pool.messages import Claim
+    from relaunch.pool.nodes import SWEEP_INTERVAL
     from relaunch.pool.restore import is_restoring
-    from relaunch.pool.scheduler import SWEEP_INTERVAL, Scheduler, apply_event
+    from relaunch.pool.scheduler import PROBE, WATCH, Scheduler, apply_event
     from relaunch.pool.state import FleetState
     from relaunch.spec.fleet import FleetLimits
     from relaunch.text import count_noun
@@ -68,7 +72,7 @@ with workflow.unsafe.imports_passed_through():
 CHECK_WHILE_WAITED_FOR = timedelta(seconds=10)
 """How often the fleet file is read, and the server is asked which jobs have ended without giving
 back their nodes, while a job waits: it may wait for nodes of a terminated job. Otherwise, and once
-a job has waited longer than `HURRY_FOR`, that happens with every sweep."""
+a job has waited longer than `HURRY_FOR`, the watch does that every minute."""
 HURRY_FOR = timedelta(minutes=10)
 SHORTEST_WAIT = timedelta(milliseconds=100)
 """So that a time that has just passed causes no busy loop."""
@@ -76,7 +80,7 @@ MAX_EVENTS = 1000
 """Events of a run before it continues as new. The server suggests it at 4,096; but a continuation
 fails if a message arrives while it is on its way, and the whole run is then replayed, which must
 not take longer than the pause between two messages of a busy fleet."""
-PROBE, CHECK, FIND, REMEMBER = "probe", "check", "find", "remember"
+CHECK, FIND, REMEMBER = "check", "find", "remember"
 PEOPLE = "people"
 MAX_NOTICES = 100
 """Notices posted at once."""
@@ -102,6 +106,11 @@ class Fleet:
         self._file_digest = start.file_digest
         """Of the fleet file as last read."""
         self._file_wrong = ""
+        self._watched: WatchFleetInput | None = None
+        """The input of the watch under way."""
+        self._watched_since = workflow.now()
+        self._watched_probes = 0
+        """How many probes had been ordered when it began."""
         self._asking: dict[str, asyncio.Task[None]] = {}
         """Questions and orders that the next run can repeat, by key."""
         self._telling: dict[str, asyncio.Task[None]] = {}
@@ -120,15 +129,18 @@ class Fleet:
                 self._ask(FIND, self._find_jobs)
             if self._state.nodes and is_restoring(self._state, workflow.now()):
                 self._ask(REMEMBER, self._remember)
-            if self._check_due() <= workflow.now():
+            if (due := self._check_due()) is not None and due <= workflow.now():
                 self._checked_at, self._check_asked = workflow.now(), False
                 self._ask(CHECK, self._check)
+            self._keep_watching()
             if self._is_news():
                 if (
                     self._state.is_file_read
                 ):  # before that, a job would get the answer that there are no nodes
                     self._settle()
-                    self._wake = self._scheduler.next_wake(self._state, workflow.now())
+                    self._wake = self._scheduler.next_wake(
+                        self._state, workflow.now(), frozenset(self._asking)
+                    )
                 self._settled = (self._state, frozenset(self._asking))
                 now = workflow.now()
                 notable = self._scheduler.list_notable(self._state, now)
@@ -136,6 +148,8 @@ class Fleet:
                 workflow.set_current_details(
                     fleet_details(self._state, notable, now, self._doing(), self.next())
                 )
+                if self._may_watch():
+                    continue  # begin now: only while it is not watched does the fleet set a timer
             await self._news()
             self._forget_ended()
             if self._continues_as_new():
@@ -175,11 +189,11 @@ class Fleet:
                 or self._continues_as_new()
             )
 
-        wake = self._check_due() if self._wake is None else min(self._check_due(), self._wake)
+        times = [at for at in (self._check_due(), self._wake, self._rewatch_due()) if at]
+        wait = max(SHORTEST_WAIT, min(times) - workflow.now()) if times else None
         try:
-            wait = max(SHORTEST_WAIT, wake - workflow.now())
             await workflow.wait_condition(
-                news, timeout=wait, timeout_summary="until it probes again, if nothing happens"
+                news, timeout=wait, timeout_summary="until it looks again, if nothing happens"
             )
         except TimeoutError:
             return
@@ -230,23 +244,28 @@ class Fleet:
         """Read the fleet file, and ask the server which jobs have ended without giving back their
         nodes."""
         found = await commands.read_fleet(self._name, self._file_digest)
-        if found is not None and not found.wrong:
-            if found.applied is not None:
-                self._inbox.append(found.applied)
-            self._file_digest, self._file_wrong = found.digest, ""
-        elif found is not None:
-            if found.wrong != self._file_wrong:
-                self._inbox.append(MalformedMessage("fleet file", found.wrong))
-            if not self._state.is_file_read:  # claims are then answered that there are no nodes
-                self._inbox.append(FleetFileContent("observe", (), FleetLimits()))
-            self._file_wrong = found.wrong
+        if found is not None:
+            self._take_file(found)
         if self._state.restore_error and not is_restoring(self._state, workflow.now()):
             await self._remember()  # a worker that was busy or away may be able to answer by now
         if self._state.awaited_jobs:  # a job that has ended meanwhile never claims what it holds
             await self._find_jobs()
-        claims = tuple(record.key for record in self._state.claims if not record.is_closed)
-        if claims and (closed := await commands.find_closed_jobs(self._name, claims)):
+        if (claims := self._open_claims()) and (
+            closed := await commands.find_closed_jobs(self._name, claims)
+        ):
             self._inbox.append(EndedJobs(closed))
+
+    def _take_file(self, found: FleetFile) -> None:
+        if not found.wrong:
+            if found.applied is not None:
+                self._inbox.append(found.applied)
+            self._file_digest, self._file_wrong = found.digest, ""
+            return
+        if found.wrong != self._file_wrong:
+            self._inbox.append(MalformedMessage("fleet file", found.wrong))
+        if not self._state.is_file_read:  # claims are then answered that there are no nodes
+            self._inbox.append(FleetFileContent("observe", (), FleetLimits()))
+        self._file_wrong = found.wrong
 
     async def _probe(self, order: ProbeOrder) -> None:
         probes = await commands.probe_nodes(self._name, order)
@@ -267,6 +286,74 @@ class Fleet:
             )
 
         await commands.start_repair(self._name, order, is_awaited)
+
+    # --- the watch: one activity looks after everything while nothing happens
+
+    def _keep_watching(self) -> None:
+        """Begin a watch if there is none and there is time for one, and end one whose input is no
+        longer so."""
+        if self._may_watch():
+            self._ask(WATCH, self._watch)
+        elif (due := self._rewatch_due()) is not None and due <= workflow.now():
+            self._asking[WATCH].cancel()
+
+    def _may_watch(self) -> bool:
+        """Return whether a watch can begin. While the fleet has other questions, or a job
+        hurries, it asks by itself."""
+        state = self._state
+        return (
+            state.is_probed
+            and state.awaited_jobs == ()
+            and state.is_restored
+            and not (state.restore_error or self._inbox or self._check_asked or self._hurries())
+            and self._asking.keys().isdisjoint((WATCH, PROBE, CHECK, FIND, REMEMBER))
+        )
+
+    async def _watch(self) -> None:
+        now, state = workflow.now(), self._state
+        last = max((at for at in (state.swept_at, state.watched_at) if at), default=now)
+        self._watched = WatchFleetInput(
+            self._name,
+            self._file_digest,
+            self._file_wrong,
+            self._open_claims(),
+            self._scheduler.list_known(state, now),
+            first_in=max(timedelta(0), last + SWEEP_INTERVAL - now),
+            interval=SWEEP_INTERVAL,
+        )
+        self._watched_since, self._watched_probes = now, state.probe_count
+        news = await commands.watch_fleet(self._watched) or FleetNews()
+        self._watched = None
+        if news.file is not None:
+            self._take_file(news.file)
+        if news.closed:
+            self._inbox.append(EndedJobs(news.closed))
+        self._inbox.append(ProbeResults(news.probes, is_sweep=True))
+
+    def _rewatch_due(self) -> datetime | None:
+        """Return when the watch under way is to be replaced: its input is no longer so.
+
+        At once if a repair has begun on a node whose GPUs it reads: none may be open for a reset.
+        Otherwise once a minute at most, which is as often as it looks.
+        """
+        watched = self._watched
+        if watched is None:
+            return None
+        since = self._watched_since
+        if any(node.repair for node in self._scheduler.list_notable(self._state, workflow.now())):
+            repaired = {node.name for node in self._state.nodes if node.repair}
+            if any(node.read_in is not None and node.node in repaired for node in watched.nodes):
+                return since
+        is_current = (
+            self._watched_probes == self._state.probe_count
+            and watched.claims == self._open_claims()
+            and watched.file_digest == self._file_digest
+            and watched.file_wrong == self._file_wrong
+        )
+        return None if is_current or self._hurries() else since + SWEEP_INTERVAL
+
+    def _open_claims(self) -> tuple[tuple[str, int], ...]:
+        return tuple(record.key for record in self._state.claims if not record.is_closed)
 
     # --- signals to other workflows
 
@@ -357,17 +444,23 @@ class Fleet:
 
     # --- timing
 
-    def _check_due(self) -> datetime:
+    def _check_due(self) -> datetime | None:
+        """Return when the fleet file is read, and the server asked, apart from the watch."""
         if CHECK in self._asking:
-            return workflow.now() + SWEEP_INTERVAL
+            return None
         if self._checked_at is None or self._check_asked:
             return workflow.now()
+        if self._hurries():
+            return self._checked_at + CHECK_WHILE_WAITED_FOR
+        return None if WATCH in self._asking else self._checked_at + SWEEP_INTERVAL
+
+    def _hurries(self) -> bool:
+        """Return whether a job has begun to wait for nodes a short time ago."""
         lately = workflow.now() - HURRY_FOR
-        hurries = any(
+        return any(
             record.is_waiting and (record.waiting_since or lately) > lately
             for record in self._state.claims
         )
-        return self._checked_at + (CHECK_WHILE_WAITED_FOR if hurries else SWEEP_INTERVAL)
 
     def _doing(self) -> list[str]:
         words = {
@@ -376,7 +469,7 @@ class Fleet:
             FIND: "a search for jobs",
             REMEMBER: "a query to the previous run",
         }
-        return [words.get(key, key) for key in self._asking]
+        return [words.get(key, key) for key in self._asking if key != WATCH]
 
     # --- signals from programs and people: any message may arrive, and none raises
 
