@@ -9,6 +9,7 @@ import subprocess
 import tomllib
 
 import jsonschema
+import pytest
 import yaml
 from temporalio.envconfig import ClientConfigProfile
 
@@ -90,6 +91,18 @@ def test_every_image_is_pinned() -> None:
         tag = image.rpartition(":")[2]
         assert ":" in image, image
         assert re.match(r"v?\d+\.\d+", tag), image
+
+
+def test_digests_are_of_the_images_that_the_file_names() -> None:
+    path = ROOT / "docker-compose.digests.yml"
+    if not path.exists():
+        pytest.skip("written at a release, where the registry can be reached")
+    pinned = yaml.safe_load(path.read_text())["services"]
+    assert {
+        name: one["image"].partition("@")[0] for name, one in pinned.items() if "image" in one
+    } == {name: one["image"] for name, one in SERVICES.items() if "pull_policy" not in one}, (
+        "deploy/compose/pin.sh writes it"
+    )
 
 
 def test_server_and_schema_are_of_the_version_that_up_embeds() -> None:
