@@ -52,18 +52,18 @@ class CannotRunError(Exception):
     """The machine lacks what the test needs."""
 
 
-def find_missing() -> str | None:
-    """Return what keeps the machine's own Docker from being used; None if nothing does.
+def has_engine() -> bool:
+    """Return whether the machine's own Docker engine answers.
 
     Raises:
-        CannotRunError: an engine answers, and it is too old.
+        CannotRunError: it does, and it or its Compose is too old.
     """
     words = ["docker", "version", "--format", "{{.Server.Version}}"]
     if shutil.which("docker") is None:
-        return "no docker is installed"
+        return False
     engine = subprocess.run(words, capture_output=True, text=True)
     if engine.returncode != 0:
-        return "no Docker engine answers"
+        return False
     version = engine.stdout.strip()
     if int(version.split(".")[0]) < LEAST_ENGINE:
         raise CannotRunError(
@@ -78,7 +78,7 @@ def find_missing() -> str | None:
             f"this machine's Docker has Compose {compose.stdout.strip() or 'of no version'},"
             f" expected {'.'.join(map(str, LEAST_COMPOSE))} or newer"
         )
-    return None
+    return True
 
 
 @dataclass
@@ -255,8 +255,7 @@ def open_site() -> Iterator[Site]:
     Raises:
         CannotRunError: there is no engine, and none can be started.
     """
-    missing = find_missing()
-    if missing is None:
+    if has_engine():
         with tempfile.TemporaryDirectory(prefix=f"{PROJECT}-") as folder:
             site = Site(Path(folder) / "project", False, os.environ["PATH"])
             lay_out(site.folder)
@@ -267,7 +266,7 @@ def open_site() -> Iterator[Site]:
     environment = {**os.environ, "STATE": str(state)}
     for word in ("up", "base"):
         if subprocess.run([ENGINE, word], env=environment).returncode != 0:
-            raise CannotRunError(missing)
+            raise CannotRunError  # it has said why
     try:
         (state / "bin").mkdir(exist_ok=True)
         docker = state / "bin" / "docker"
@@ -343,8 +342,6 @@ def confined(site: Site) -> None:
 
 def loopback_only(site: Site) -> None:
     """Another machine on the bridge, with a route to the containers, reaches no published port."""
-    if not site.own_engine:
-        return
     address = next(iter(site.containers()["temporal"]["NetworkSettings"]["Networks"].values()))[
         "IPAddress"
     ]
@@ -524,6 +521,9 @@ def main() -> int:
             site.compose("down --volumes --timeout 0")
             try:
                 for what, step in STEPS:
+                    if step is loopback_only and not site.own_engine:
+                        print(f"--  not asked of this machine's engine: {what}", flush=True)
+                        continue
                     began = time.monotonic()
                     step(site)
                     print(f"ok {time.monotonic() - began:5.0f} s  {what}", flush=True)
@@ -537,7 +537,8 @@ def main() -> int:
             finally:
                 site.compose("down --volumes --timeout 0", ok=False)
     except CannotRunError as error:
-        sys.stderr.write(f"compose-test: {error}\n")
+        if error.args:
+            sys.stderr.write(f"compose-test: {error}\n")
         return 2
     return 0
 
