@@ -384,6 +384,21 @@ def submit(site: Site) -> None:
     assert all(len(pids) == 1 for pids in site.ranks().values()), site.ranks()
 
 
+def break_fleet_file(site: Site) -> None:
+    """Workers that start serve the fleet as it last was, and its job."""
+    ranks = site.ranks()
+    path = site.folder / "deploy/compose/fleets/lab.yaml"
+    good = path.read_text()
+    path.write_text("name: default\nnodes: [\n")
+    site.compose(f"restart {' '.join(WORKERS)}")
+    site.until_healthy()
+    for worker in WORKERS:
+        said = site.compose(f"logs --no-log-prefix {worker} 2>&1")
+        assert "fleet default is served as it last was" in said, said[-2000:]
+    assert site.is_running(1) and site.ranks() == ranks
+    path.write_text(good)
+
+
 def kill_each(site: Site) -> None:
     """Ranks outlive each container; the workers that are left go on."""
     ranks = site.ranks()
@@ -497,6 +512,7 @@ STEPS: tuple[tuple[str, Callable[[Site], None]], ...] = (
     ("no secret in sight; read-only, limited, without capabilities", confined),
     ("ports on loopback are not reached from another host on the bridge", loopback_only),
     ("a job runs on two nodes", submit),
+    ("a fleet file is broken and the workers restarted: ranks continue", break_fleet_file),
     ("each container killed: ranks continue", kill_each),
     ("a worker crashed and a rank killed: generation 2", crash),
     ("all containers killed: ranks continue", kill_all),
