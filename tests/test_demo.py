@@ -1,6 +1,7 @@
 """The demo, as a newcomer runs it; nothing stays behind.
 
-On a terminal it is interrupted half-way, into a pipe it runs to its end.
+On a terminal it is interrupted after the second of its three faults, into a pipe it runs to its
+end. The first is part of `make test`: README's first command must not break unseen.
 """
 
 from __future__ import annotations
@@ -95,7 +96,6 @@ def test_three_faults_change_no_bit_and_leave_nothing_behind(
 
 
 @pytest.mark.timeout(PATIENCE)
-@pytest.mark.long
 def test_ctrl_c_on_a_terminal_ends_everything(
     tmp_path: Path, start: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
@@ -104,7 +104,7 @@ def test_ctrl_c_on_a_terminal_ends_everything(
     os.close(theirs)
     out = b""
     deadline = time.monotonic() + PATIENCE / 2
-    while b"Relaunch RESTART_IN_PLACE" not in out:
+    while b"a new worker watches the same ranks" not in out:
         assert time.monotonic() < deadline, out.decode()
         out += os.read(ours, 65536)
     os.kill(demo.pid, signal.SIGINT)

@@ -226,11 +226,12 @@ class Scheduler:
             later.append(state.awaited_until)
         if not state.is_restored and state.restore_until is not None:
             later.append(state.restore_until)
-        later += [
-            node.probed_at + probe_delay(node, now)
-            for node in notable
-            if node.probed_at is not None and node.probe and node.probe.inventory_pending
-        ]
+        if not _is_reread_by_watch(state, under_way):
+            later += [
+                node.probed_at + probe_delay(node, now)
+                for node in notable
+                if node.probed_at is not None and node.probe and node.probe.inventory_pending
+            ]
         later += offer_times(state)
         waiting = [record for record in state.claims if record.is_waiting]
         later += [
@@ -426,7 +427,8 @@ def _order_probes(
     if swept_at is None or last is None or _is_sweep_due(last, now, under_way):
         swept_at = now
         state = replace(state, swept_at=now)
-    unknown = (use for use in placement.list_notable() if _is_unknown(use, now))
+    is_reread = _is_reread_by_watch(state, under_way)
+    unknown = (use for use in placement.list_notable() if _is_unknown(use, now, is_reread))
     unswept = (use for use in placement.nodes if _is_unswept(use, swept_at))
     uses = tuple(dict.fromkeys((*wanted, *unknown, *unswept)))[:MAX_PROBED]
     if not uses:
@@ -456,13 +458,19 @@ def _is_unswept(use: NodeUse, swept_at: datetime) -> bool:
     return at is None or at < swept_at
 
 
-def _is_unknown(use: NodeUse, now: datetime) -> bool:
+def _is_reread_by_watch(state: FleetState, under_way: frozenset[str]) -> bool:
+    """Return whether it is early enough for the watch to find that a reading has ended: no job
+    waits, and a driver that hangs would otherwise be asked every two seconds for as long."""
+    return WATCH in under_way and not any(record.is_waiting for record in state.claims)
+
+
+def _is_unknown(use: NodeUse, now: datetime, is_reread: bool) -> bool:
     """Return whether something waits for a probe of the node: the whole fleet, a repair that cannot
     start before it is known which ranks live there, or a reading that may have ended."""
     node = use.record
     is_unknown = (
         node.probed_at is None
-        or (node.probe is not None and node.probe.inventory_pending)
+        or (node.probe is not None and node.probe.inventory_pending and not is_reread)
         or (node.status is NodeStatus.SUSPECT and not use.holders and use.has_ranks())
     )
     return is_unknown and is_probe_due(node, now)

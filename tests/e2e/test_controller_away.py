@@ -106,7 +106,8 @@ async def test_a_watch_without_news_stays_with_its_worker(world: World) -> None:
     await finish(job)
 
 
-@pytest.mark.parametrize("beside", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long  # `make test` kills the worker of the demo
+@pytest.mark.parametrize("beside", [False, True])
 async def test_a_killed_worker_is_followed_without_a_timeout(world: World, beside: bool) -> None:
     job = await world.submit(nodes=1, policy=chaos_policy({"lease": "60s", "fence_after": "60s"}))
     await trained(job)

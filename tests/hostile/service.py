@@ -292,7 +292,7 @@ async def attack(
         await service.until(await service.submit(2), Phase.RUNNING)
         ids = [*(job.handle.id for job in service.rig.jobs), service.rig.fleet.id]
         failed = [why for id_ in ids for why in await _failures(service.rig, id_)]
-        assert failed == []
+        assert not failed, "\n".join(failed)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
     assert grown < MAX_MEMORY_KIB, f"memory grew by {grown >> 10} MiB"
     return (

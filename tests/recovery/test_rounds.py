@@ -110,3 +110,21 @@ def test_a_watched_fleet_wakes_where_time_alone_may_decide(unsettled: str) -> No
         desk.settle()
     wake = desk.scheduler.next_wake(desk.state, desk.now, frozenset({WATCH}))
     assert wake is not None and wake <= desk.now + SWEEP_INTERVAL
+
+
+def test_a_driver_that_hangs_is_left_to_the_watch_unless_a_job_waits() -> None:
+    desk = make_desk()
+    desk.now += INVENTORY_INTERVAL
+    desk.unread.add("n1")
+    desk.look()
+    desk.busy = {WATCH}
+    desk.now += timedelta(seconds=10)
+    assert desk.settle() == []
+    assert desk.scheduler.next_wake(desk.state, desk.now, frozenset(desk.busy)) is None
+    desk.busy = set()
+    (probe,) = desk.settle()
+    assert isinstance(probe, ProbeOrder) and probe.inventories == ("n1",)
+    desk.busy = {WATCH}
+    desk.claim("llama", 3)
+    wake = desk.scheduler.next_wake(desk.state, desk.now, frozenset(desk.busy))
+    assert wake is not None and wake - desk.now <= timedelta(seconds=2)
