@@ -1,8 +1,8 @@
-# setup demo test lint types long bench chaos programs corpus upgrade-test compose-test vm-test record-release: nothing else to remember.
+# setup demo test lint types long bench chaos programs corpus upgrade-test compose-test vm-test record-release reference: nothing else to remember.
 PY := .venv/bin/python
 WORKERS ?= 5
 
-.PHONY: setup demo test lint types long bench chaos programs corpus upgrade-test compose-test vm-test aws-smoke record-release lock
+.PHONY: setup demo test lint types long bench chaos programs corpus upgrade-test compose-test vm-test aws-smoke record-release reference lock
 
 setup: .venv/.installed
 
@@ -95,6 +95,10 @@ aws-smoke: setup
 # Keeps what the version in pyproject.toml writes, which every later one has to read: once a release (docs/upgrade.md).
 record-release: setup
 	@$(PY) -m tests.releases
+
+# Pages of docs/reference that follow from the code; a test fails where they do not.
+reference: setup
+	@$(PY) tools/reference.py
 
 # Only after a change of a dependency.
 lock: setup

@@ -46,6 +46,7 @@ class Settings(BaseModel):
     jobs: int = Field(default=100, ge=1, le=10_000)
     """How many jobs this worker watches at once; each job holds one activity slot until it ends."""
     task_queue: str = Field(default="relaunch", min_length=1)
+    """The task queue of workers, which the command line uses as well."""
     build: str = Field(default="", max_length=100)
     """What the server calls this installation's build; default: its release. An image that
     contains other changes needs another id."""
@@ -62,6 +63,7 @@ class Settings(BaseModel):
     """Temporal's program, which `up` and `run` start; default: the one installed with relaunch. A
     database that another version wrote needs that version's."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """Of the worker's log."""
     fleets: tuple[Path, ...] = ()
     """Fleet files. In the environment they are separated by `:`, as in PATH."""
 

@@ -95,11 +95,15 @@ def up(
     import asyncio
 
     from relaunch.cli import files, service
+    from relaunch.cli.backup import describe_restored
 
     settings = read_settings(state=state)
     fleets = tuple(fleet or settings.fleets)
     known = [files.read_fleet(path) for path in fleets]
     lock = service.prepare_state(settings.state)
+    if (restored := describe_restored(settings.state)) is not None:
+        say(restored)
+        workers = 0
     chosen = service.choose_port("--port", port)
     ui = service.choose_port(
         "--ui-port", ui_port if ui_port is not None else chosen + 1000 if port else 0
@@ -186,6 +190,19 @@ def doctor(as_json: Json = False) -> None:
     found = run_with_client(work)
     print_json(examining.rows(found)) if as_json else print("\n".join(examining.lines(found)))
     raise typer.Exit(any(one.action for one in found))
+
+
+@app.command()
+def backup(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder.")],
+    state: State = None,
+) -> None:
+    """Copy what `up` keeps in its state folder, also while it runs: database, archived incidents,
+    environments of jobs. docs/operations.md says how to restore it."""
+    from relaunch.cli.backup import back_up
+
+    size = back_up(read_settings(state=state).state, folder)
+    print(f"{folder} has the backup: {size / 2**20:.1f} MiB; it may contain secrets of jobs")
 
 
 def _accept(*names: str) -> Any:

@@ -88,10 +88,12 @@ def _check_port(value: str) -> str:
 
 class Power(StrictModel):
     cycle: tuple[str, ...] = Field(min_length=1)
+    """A command on the worker's machine that cycles the node's power (docs/nodes.md)."""
 
 
 class FleetNode(StrictModel):
     name: Name
+    """Its name in all commands."""
     address: Annotated[str, AfterValidator(_check_address)]
     """Where its controller reaches it.
 
@@ -101,10 +103,15 @@ class FleetNode(StrictModel):
     network: Annotated[str, AfterValidator(_check_address)] | None = None
     """Its address on the network that ranks use among each other, where that is a different one."""
     user: Annotated[str, AfterValidator(_check_user)] | None = None
+    """The login name there."""
     port: int | None = Field(default=None, ge=1, le=65535)
+    """The port of sshd."""
     gpus: int = Field(default=0, ge=0)
+    """How many GPUs it has; 0: none is expected."""
     spare: bool = False
+    """Whether it is kept for jobs that have run."""
     power: Power | None = None
+    """How its power is cycled, where it cannot be rebooted."""
     unused_ports: tuple[Annotated[str, AfterValidator(_check_port)], ...] = Field(
         default=(), max_length=64
     )
@@ -125,6 +132,7 @@ class FleetLimits(StrictModel):
     """
 
     repairs_at_once: Annotated[int | str, AfterValidator(_check_share)] = 2
+    """Maximum number of nodes in repair at once."""
     nodes_out: Annotated[int | str, AfterValidator(_check_share)] = "25%"
     """Maximum number of nodes suspect, in repair or quarantined by relaunch.
 
@@ -159,10 +167,13 @@ class SshOptions(StrictModel):
     """
 
     user: Annotated[str, AfterValidator(_check_user)] | None = None
+    """The login name there."""
     port: int | None = Field(default=None, ge=1, le=65535)
+    """The port of sshd."""
     key: str | None = None
     """The file of a private key; if given, no other key is tried."""
     known_hosts: str | None = None
+    """The file with the hosts' keys, instead of ~/.ssh/known_hosts."""
     config: str | None = None
     """The file to read instead of ~/.ssh/config."""
     proxy_jump: Annotated[str, AfterValidator(_check_jumps)] | None = None
@@ -190,8 +201,11 @@ class EcsTables(StrictModel):
     """DynamoDB tables that mirror the state for dashboards: written, never read."""
 
     task: str | None = None
+    """With a row for each task."""
     job: str | None = None
+    """With a row for each job."""
     node: str | None = None
+    """With a row for each node."""
     training_job: str | None = None
     """With a row for each rank of a job, as the first release of that system had it."""
     container_instance: str | None = None
@@ -208,7 +222,7 @@ class EcsOptions(EcsTask):
     cluster: str | None = None
     """Name or ARN."""
     region: str | None = None
-    """The AWS region; None: as boto3 finds it."""
+    """The AWS region; default: as boto3 finds it."""
     node_task: str | None = None
     """Task definition that examines a node: the node image, with its output in CloudWatch Logs."""
     health_check: str | None = None
@@ -221,6 +235,7 @@ class EcsOptions(EcsTask):
     topic: str | None = None
     """ARN of the SNS topic to notify when a person is needed."""
     tables: EcsTables = EcsTables()
+    """Tables that dashboards read."""
     agent_key: SecretReference | None = None
     """Where the worker reads the private key and certificate (PEM) for TLS with the agents inside
     the ranks' containers.
@@ -242,10 +257,13 @@ class Channel(StrictModel):
     """
 
     webhook: str | SecretReference | None = Field(default=None, repr=False)
+    """The URL that gets a JSON object for each notice."""
     secret: SecretReference | None = None
     """Where the worker reads the key that signs what is sent to the webhook."""
     apprise: str | SecretReference | None = Field(default=None, repr=False)
+    """An address of apprise, such as `mailto://…`."""
     events: tuple[NoticeEvent, ...] = Field(default=get_args(NoticeEvent), min_length=1)
+    """What is sent here (docs/notifications.md)."""
     causes: tuple[Cause, ...] = ()
     """Only matters with one of these causes, and those that have none; empty: all."""
 
@@ -323,13 +341,21 @@ class FleetSpec(StrictModel):
     """A fleet file."""
 
     name: Name
+    """Its name; jobs use `default` unless they name another."""
     backend: Literal["local", "ssh", "ecs", "simulated"]
+    """How nodes are reached; `simulated` is for tests."""
     repairs: Literal["act", "ask", "observe"] = "ask"
+    """Whether resets and reboots are done, wait for a person, or are only recorded."""
     nodes: tuple[FleetNode, ...] = Field(min_length=1)
+    """Its nodes."""
     limits: FleetLimits = FleetLimits()
+    """What keeps one mistake from taking all nodes down."""
     notify: tuple[Channel, ...] = Field(default=(), max_length=16)
+    """Whom to notify, and how."""
     ssh: SshOptions = SshOptions()
+    """For `backend: ssh`."""
     ecs: EcsOptions = EcsOptions()
+    """For `backend: ecs`."""
 
     @field_validator("nodes")
     @classmethod

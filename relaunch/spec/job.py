@@ -61,7 +61,9 @@ def find_launcher(command: Sequence[str]) -> str | None:
 
 class NodeRange(StrictModel):
     min: int
+    """The fewest nodes with which it runs."""
     max: int
+    """The most that it takes."""
 
 
 def parse_nodes(value: Any) -> Any:
@@ -101,7 +103,8 @@ class ProgressSpec(StrictModel):
     """How the step is found in what ranks print; as text, the name of a preset."""
 
     preset: str | None = None
-    """A name in `relaunch.spec.progress.PRESETS`, for programs that are well known."""
+    """A name of a well-known program: `megatron`, `hf`, … (docs/jobs.md). `progress: NAME` is short
+    for it."""
     log_pattern: str | None = None
     """A regular expression with a group named `step`, searched in every line that a rank prints.
 
@@ -170,7 +173,9 @@ class SecretReference(StrictModel):
     """Where the worker reads a secret at launch; the secret itself is never stored."""
 
     file: Text | None = None
+    """A file on the worker's machine."""
     env: Text | None = None
+    """A variable of the worker's environment."""
 
     @model_validator(mode="before")
     @classmethod
@@ -197,23 +202,30 @@ class EcsTask(StrictModel):
     """
 
     task_definition: Annotated[str, Field(min_length=1)] | None = None
-    """Family, family:revision, or ARN; None: that of the fleet file."""
+    """Family, family:revision, or ARN; default: that of the fleet file."""
     container: Annotated[str, Field(min_length=1)] | None = None
-    """The name of its container that trains; None: the only essential one."""
+    """The name of its container that trains; default: the only essential one."""
 
 
 class Metadata(StrictModel):
     annotations: dict[str, str] = Field(default={})
+    """Those of ModelArts jobs change the policy (docs/ascend.md); others are kept as they are."""
 
 
 class JobSpec(StrictModel):
     """A job file."""
 
     name: Name
+    """Its name, in all commands and in the workflow `job/NAME`."""
     command: tuple[Text, ...] = Field(min_length=1)
+    """The program of one rank and its arguments, such as `[python, train.py]`; no shell."""
     nodes: int | NodeRange = 1
+    """How many nodes; with a range it goes on with fewer where no more are free, and grows
+    again."""
     nproc_per_node: int = Field(default=1, ge=1, le=1024)
+    """Ranks on each node."""
     gpus_per_node: int = Field(default=0, ge=0, le=1024)
+    """GPUs that it takes of each node; 0: whole nodes (docs/nodes.md)."""
     launcher: Literal["none", "torchrun", "ft_launcher"] = "none"
     """What starts the ranks of a node: relaunch itself, or one launcher process per node.
 
@@ -222,32 +234,42 @@ class JobSpec(StrictModel):
     gang: Literal["lockstep", "independent"] = "lockstep"
     """lockstep: no rank advances without all others (the usual data or model parallel job)."""
     fleet: Name = "default"
+    """The fleet whose nodes it uses."""
     env: dict[str, Text] = Field(default={})
+    """Environment variables of the ranks."""
     env_file: Text | None = None
     """A file of variables that the worker reads at each launch; `env` overrides them. Like a secret
     it is stored nowhere else."""
     inherit_env: bool = True
     """Whether ranks also get the variables that the node itself has: PATH, HOME and the like."""
     secrets: dict[str, SecretReference] = Field(default={})
+    """Variables whose values the worker reads at each launch, and which are stored nowhere."""
     workdir: Text | None = None
+    """Absolute path on the nodes; default: the folder in which `submit` was typed, where nodes are
+    on this machine."""
     umask: Annotated[str, Field(pattern="^0?[0-7]{3}$")] | None = None
-    """In octal, such as `027`; None: that of the node's agent."""
+    """In octal, such as `'027'`; default: that of the node's agent."""
     limits: dict[str, Limit] = Field(default={})
-    """Soft resource limits of each rank, by name (see `LIMITS`). One above the hard limit of the
+    """Soft resource limits of each rank, by name: `as`, `core`, `data`, `fsize`, `memlock`,
+    `nofile`, `nproc`, `stack`; sizes in bytes. One above the hard limit of the
     node's agent raises that, which only root can."""
     output: Literal["merged", "separate"] = "merged"
     """Whether a rank's stdout and stderr are one log, in the order of writing, or one each."""
     progress: ProgressSpec = ProgressSpec()
+    """How the step is found in what ranks print: a preset's name or a pattern (docs/jobs.md)."""
     flight_record: bool = False
     """Whether torch loads a module of relaunch in each rank, which writes the record of its last
-    collectives when it is asked (decision 45)."""
+    collectives when it is asked (docs/jobs.md)."""
     checkpoint: CheckpointSpec | None = None
+    """Where its checkpoints are, for `show` and `history`."""
     policy: str | dict[str, Any] = "default"
     """A preset's name, a file, or a mapping; the submitting client resolves it."""
     priority: int = Field(default=0, ge=-1_000_000, le=1_000_000)
+    """Of jobs that wait for nodes, the one with the highest number is first."""
     ecs: EcsTask | None = None
     """Only for fleets of Amazon ECS, and only where it differs from the fleet file."""
     metadata: Metadata = Metadata()
+    """As in a ModelArts job."""
 
     @field_validator("command", mode="before")
     @classmethod

@@ -69,10 +69,11 @@ class Rung(StrictModel):
     """One way to recover, and how often it is tried before the next rung."""
 
     strategy: Strategy
+    """What is done."""
     tries: int | None = Field(default=None, ge=1, le=100)
-    """How many tries the rung has; None: no limit."""
+    """How many tries the rung has; default: no limit."""
     window: Duration | None = None
-    """Count only tries within this time; None: all since the budgets were renewed."""
+    """Count only tries within this time; default: all since the budgets were renewed."""
     key: Annotated[tuple[Key, ...], BeforeValidator(_make_list)] = ("cause",)
     """What an earlier try must have in common with this fault to count.
 
@@ -212,12 +213,17 @@ class HangLimits(StrictModel):
     """
 
     after: Literal["learned", "off"] | Duration = "learned"
+    """How long a step may take; `learned`: from the steps so far; `off`: no limit."""
     first_step: Duration = timedelta(minutes=30)
+    """From the launch to the first step."""
     checkpoint: Duration = timedelta(minutes=20)
+    """While ranks report the phase `checkpoint`."""
     evaluation: Duration = timedelta(minutes=60)
+    """While ranks report the phase `evaluation`."""
     at_most: Duration = timedelta(hours=2)
     """How long past such a limit training counts as hung, whatever its ranks do."""
     rules: HangRules = HangRules()
+    """What proves a hang sooner."""
 
 
 class StragglerLimits(StrictModel):
@@ -234,11 +240,17 @@ class StragglerLimits(StrictModel):
 
 class Timeouts(StrictModel):
     heartbeat: Duration = timedelta(seconds=10)
+    """How often steps are read and leases renewed."""
     lease: Duration = timedelta(seconds=60)
+    """How long ranks may live without a renewal, before their node asks its peers."""
     lost_after: Duration = timedelta(seconds=180)
+    """How long a node may be silent until it counts as lost."""
     fence_after: Duration = timedelta(seconds=60)
+    """How long after its lease a node stops its ranks, where no peer vouches."""
     stop_grace: Duration = timedelta(seconds=15)
+    """From SIGTERM to SIGKILL."""
     exit_barrier: Duration = timedelta(seconds=300)
+    """How long the other ranks may take to finish or advance, once one has exited with 0."""
     reboot: Duration = timedelta(minutes=25)
     """How long a repair may take; after that the next rung is tried."""
     examination: Duration = timedelta(minutes=30)
@@ -256,7 +268,7 @@ class Timeouts(StrictModel):
     unwatched: Duration | None = None
     """How long ranks may run while no controller watches them, before they stop by themselves.
 
-    None: without end, because a service comes back. `run` without `up` sets it: its service may
+    Default: without end, because a service comes back. `run` without `up` sets it: its service may
     not.
     """
     answer_within: Duration = timedelta(hours=24)
@@ -275,6 +287,7 @@ class Policy(StrictModel):
     extends: str = "default"
     """The preset that these keys override."""
     max_restarts: int = Field(default=8, ge=0)
+    """How many restarts the job has, until `renewal` renews them."""
     exhaust_restarts: bool = False
     """Whether all `max_restarts` are spent before a ladder ends the job for its own faults.
 
@@ -293,6 +306,8 @@ class Policy(StrictModel):
     person is asked. fail: a job without nodes asks a person, one without an answer fails.
     """
     no_progress_stop: Annotated[int, Field(ge=1)] | Literal["off"] = 3
+    """How many generations in a row may end without progress, until a fault that the job may have
+    caused fails it."""
     no_progress_ask: Annotated[int, Field(ge=1, le=KEPT_TRIES)] | Literal["off"] = "off"
     """How many consecutive launches without progress, of any cause, until a person is asked.
 
@@ -317,6 +332,7 @@ class Policy(StrictModel):
     Only for jobs that may have more.
     """
     causes: dict[Cause, tuple[Rung, ...]]
+    """The ladder of each cause: rungs, in order. A cause without one has that of UNKNOWN."""
     catalog: CatalogOverrides = NO_OVERRIDES
     """Rows that override relaunch's catalog of fault codes and log lines."""
     dcgm_level: int = Field(default=2, ge=0, le=3)
@@ -326,8 +342,12 @@ class Policy(StrictModel):
     30 min). 0: dcgmi is not run, and the NVML reading is enough to call a node healthy.
     """
     hang: HangLimits = HangLimits()
+    """When training counts as hung (docs/hangs.md)."""
     timeouts: Timeouts = Timeouts()
+    """Times between controller, nodes and ranks."""
     strict_lease: bool = False
+    """Whether ranks that are cut off stop themselves also on a single node and with
+    `gang: independent`, where nothing vouches for them."""
     check_links: bool = True
     """Whether the nodes of a gang are asked whether they reach each other, before it is launched
     again a second time for a HANG or a NETWORK fault that names no node.
@@ -339,6 +359,7 @@ class Policy(StrictModel):
     """Not a setting: which of these were written, perhaps with the preset's value. A `max_restarts`
     that is given later leaves them."""
     stragglers: StragglerLimits = StragglerLimits()
+    """When a node counts as slow (docs/stragglers.md)."""
 
     @model_validator(mode="before")
     @classmethod

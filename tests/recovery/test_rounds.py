@@ -112,7 +112,7 @@ def test_a_watched_fleet_wakes_where_time_alone_may_decide(unsettled: str) -> No
     assert wake is not None and wake <= desk.now + SWEEP_INTERVAL
 
 
-def test_a_driver_that_hangs_is_left_to_the_watch_unless_a_job_waits() -> None:
+def test_a_driver_that_hangs_is_left_to_the_watch() -> None:
     desk = make_desk()
     desk.now += INVENTORY_INTERVAL
     desk.unread.add("n1")

@@ -1,0 +1,44 @@
+"""Pages of docs/reference that tools/reference.py writes: none is stale, nothing is left out."""
+
+from __future__ import annotations
+
+import pytest
+
+from relaunch.fields import StrictModel
+from tools import reference
+
+
+def test_no_page_is_stale() -> None:
+    assert reference.find_stale(reference.make_pages()) == [], "run `make reference`"
+
+
+def test_a_changed_page_is_stale() -> None:
+    assert reference.find_stale({"files.md": "other\n", "no-such-page.md": "\n"}) == [
+        "files.md",
+        "no-such-page.md",
+    ]
+
+
+class Outer(StrictModel):
+    wait: bool = False
+    """Whether it waits.
+
+    Or not.
+    """
+    silent: int = 3
+
+
+def test_a_key_without_a_description_is_refused() -> None:
+    assert reference.read_field_texts(Outer) == {}, "only the project's own models"
+    with pytest.raises(reference.Undocumented, match=r"Outer\.wait has no description"):
+        reference.describe_model(Outer, Outer.model_fields, {})
+
+
+def test_every_command_and_key_is_there() -> None:
+    pages = reference.make_pages()
+    for text in ("## relaunch nodes repair", "`--power-cycle`", "## relaunch policy replay"):
+        assert text in pages["commands.md"]
+    for text in ("`flight_record`", "`no_progress_ask`", "`drain_within`", "**tables**"):
+        assert text in pages["files.md"]
+    assert "| update | `change_policy` |" in pages["workflows.md"]
+    assert "| `Nodes` | KeywordList |" in pages["workflows.md"]
