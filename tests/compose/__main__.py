@@ -473,7 +473,7 @@ def upgrade(site: Site) -> None:
 
 def restore(site: Site) -> None:
     """The documented commands: what was there is there again, and what came later is not."""
-    ranks = site.ranks()
+    before = site.ranks()
     for line in commands("Backup", 0):
         site.run(line)
     sqlite = site.own_engine
@@ -487,7 +487,7 @@ def restore(site: Site) -> None:
     psql = "exec -T postgres psql --username=temporal --no-align --tuples-only --command"
     if sqlite:
         site.compose(f"{psql} 'DELETE FROM schema_version'")
-    stop, *load, up = commands("Backup", 1)
+    stop, *load, server, cancel, up = commands("Backup", 1)
     site.run(stop)
     for line in load:
         site.run(line)
@@ -497,10 +497,18 @@ def restore(site: Site) -> None:
             "run --rm -T --no-deps temporal"
             " sh -c 'cp /data/backup.db /data/temporal.db && rm -f /data/temporal.db-*'"
         )
+    site.run(server)
+    until(lambda: "temporal" not in site.unhealthy(), lambda: "the server is not back")
+    words = cancel.replace("llama-7b", "lab-job")
+    site.compose(f"run --rm -T --no-deps worker-a {words}")
     site.run(up)
     site.until_healthy()
-    until(lambda: site.is_running(2), lambda: f"the job is not back: {site.job()}")
-    assert site.ranks() == ranks
+    until(lambda: site.job().get("phase") == "CANCELLED", lambda: f"it runs on: {site.job()}")
+    assert not any(site.ranks().values()), site.ranks()
+    site.relaunch("retry lab-job")
+    until(lambda: site.job().get("phase") == "RUNNING", lambda: f"not retried: {site.job()}")
+    after = site.ranks()
+    assert all(len(after[node]) == 1 and after[node] != before[node] for node in NODES), after
     assert not site.job("later")
 
 
@@ -518,7 +526,7 @@ STEPS: tuple[tuple[str, Callable[[Site], None]], ...] = (
     ("all containers killed: ranks continue", kill_all),
     ("restarted, removed and up again: ranks continue", restart),
     ("upgraded one worker at a time: ranks continue", upgrade),
-    ("backed up and restored: ranks continue", restore),
+    ("backed up, restored, cancelled and retried: no job runs twice", restore),
 )
 
 
