@@ -1,8 +1,8 @@
-# setup demo test lint types long bench chaos programs corpus upgrade-test compose-test vm-test record-release reference: nothing else to remember.
+# setup demo test lint types long bench chaos programs corpus upgrade-test compose-test vm-test screenshots record-release reference: nothing else to remember.
 PY := .venv/bin/python
 WORKERS ?= 5
 
-.PHONY: setup demo test lint types long bench chaos programs corpus upgrade-test compose-test vm-test aws-smoke record-release reference lock
+.PHONY: setup demo test lint types long bench chaos programs corpus upgrade-test compose-test vm-test screenshots aws-smoke record-release reference lock
 
 setup: .venv/.installed
 
@@ -87,6 +87,10 @@ compose-test: setup
 # Builds a Debian once and reboots it; needs qemu-system-x86 and mmdebstrap (docs/testing.md).
 vm-test: setup
 	$(PY) -m pytest -s --timeout 2400 tests/vm/reboots.py
+
+# The pictures in the docs, by Chromium, of a service with real jobs.
+screenshots: setup
+	RELAUNCH_SCREENSHOTS=docs/images $(PY) -m pytest -m long tests/e2e/test_web_ui.py
 
 # Asks a real account; needs its credentials, CLUSTER, TASK_DEFINITION, NODE_TASK and INSTANCE, and costs some cents (tests/aws_smoke.py).
 aws-smoke: setup

@@ -151,6 +151,8 @@ class LaunchRanksOutput:
     step: int | None = None
     """The step that all ranks had reached in the last generation that nodes know a step of."""
     step_generation: int | None = None
+    run: str = ""
+    """The run of the workflow that ordered it; empty: not known, or it has not started ranks."""
 
 
 def find_last_step(
@@ -253,6 +255,7 @@ class JobActivities:
             places=places,
             step=step,
             step_generation=step_generation,
+            run=activity.info().workflow_run_id or "",
         )
 
     async def _confirm_attempt(self, stamps: dict[str, float], places: dict[str, str]) -> None:

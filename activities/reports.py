@@ -71,6 +71,8 @@ class WatchReport:
     """Ranks by node that have exited with 0."""
     all_succeeded: bool = False
     """Every rank of the shard exited with 0."""
+    run: str = ""
+    """The run of the workflow for which it watched; empty: not known."""
 
 
 @dataclass(frozen=True, slots=True)

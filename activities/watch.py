@@ -79,7 +79,8 @@ class WatchActivities:
         gang = WatchedShard(input, pace, before)
         try:
             with self._running.record(info.task_token, input.fleet):
-                return await self._watch(gang, info.task_token)
+                report = await self._watch(gang, info.task_token)
+                return replace(report, run=info.workflow_run_id or "")
         except ExceptionGroup as group:
             # Not `except*`: in Python 3.11.2, that of Debian 12, it wraps what its body raises.
             ours, others = group.split(ApplicationError)

@@ -179,6 +179,10 @@ def current_details(job: JobState, now: datetime) -> str:
             *_answer_lines(job),
             '- `report` `{"node": "n2", "declared": "dead", "reason": "…"}`'
             " you vouch that nothing runs on n2 any more",
+            "",
+            "The buttons of this page: **Request Cancellation** is `cancel`. **Terminate** stops no"
+            " rank itself: the fleet does, within a minute or two, and takes the nodes back."
+            " **Reset** goes on with ranks that still run, else claims nodes and launches again.",
         ]
     return _page(lines)
 

@@ -412,10 +412,24 @@ def submit(
 
 
 @app.command("jobs")
-def list_jobs(as_json: Json = False) -> None:
+def list_jobs(
+    as_json: Json = False,
+    web: Annotated[
+        bool, typer.Option("--web", help="Print links that save views in the web UI, instead.")
+    ] = False,
+) -> None:
     """List all jobs, running and ended."""
     from relaunch.cli import jobs, tables
 
+    if web:
+        from relaunch.cli.web_views import find_web_ui, list_links, web_lines
+
+        async def find(client: Client, settings: Settings) -> tuple[str, str]:
+            return find_web_ui(client, settings), client.namespace
+
+        where = run_with_client(find)
+        print_json(dict(list_links(*where))) if as_json else print("\n".join(web_lines(*where)))
+        return
     rows = run_with_client(lambda client, _: jobs.list_jobs(client))
     print_json([tables.row(row) for row in rows]) if as_json else tables.print_jobs(
         rows, datetime.now(UTC)

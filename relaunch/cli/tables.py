@@ -47,7 +47,8 @@ def show_view(now: JobSnapshot, at: datetime) -> dict[str, Any]:
     If no worker answers, it has the values in the job's memo, and None or nothing for the others.
     """
     if now.state is not None:
-        return {**job_views.show(now.state, now.watch, at), "source": now.source}
+        view = {**job_views.show(now.state, now.watch, at), "source": now.source}
+        return {**view, **_describe_forced_end(now)}
     if "phase" not in now.memo:
         raise ConfigError(
             f"job {now.name} is {now.status}, has recorded no state, and no worker answers for "
@@ -78,7 +79,22 @@ def show_view(now: JobSnapshot, at: datetime) -> dict[str, Any]:
         "avoided": [],
         "notices": [],
         "source": now.source,
+        **_describe_forced_end(now),
     }
+
+
+def _describe_forced_end(now: JobSnapshot) -> dict[str, Any]:
+    """Return what `show` says of a job whose workflow was ended from outside. Its last state still
+    says that it runs."""
+    if now.status not in ("TERMINATED", "TIMED_OUT"):
+        return {}
+    ended = now.status.lower().replace("_", " ")
+    reason = (
+        f"its workflow {'was' if ended == 'terminated' else 'has'} {ended} in phase {now.phase}; "
+        "the fleet stops its ranks within a minute or two and takes the nodes back"
+    )
+    what = "nothing: `relaunch retry` or `relaunch submit` starts it again"
+    return {"phase": now.status, "reason": reason, "next": {"what": what, "at": None}}
 
 
 def print_show(view: Mapping[str, Any], now: JobSnapshot) -> None:

@@ -85,7 +85,7 @@ def _make_finding(
         return Finding("exit", code, row.role, f"{how}: {row.meaning}", row.cause, pid=pid)
     if by_signal:
         return Finding(
-            "exit", code, Role.SYMPTOM, f"{how}, nothing says by whom", Cause.UNKNOWN, pid=pid
+            "exit", code, Role.SYMPTOM, f"{how}: the sender is unknown", Cause.UNKNOWN, pid=pid
         )
     return Finding("exit", code, Role.WRAPPER, how, Cause.APPLICATION, pid=pid)
 

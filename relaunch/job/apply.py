@@ -55,6 +55,7 @@ from relaunch.job.events import (
     RepairEnded,
     StepReached,
     SubmissionRaised,
+    WorkflowReset,
 )
 from relaunch.job.fencing import may_leave_lost_behind
 from relaunch.job.incidents import (
@@ -265,6 +266,13 @@ def _apply_event(
             return _notice(
                 replace(job, submission=raised),
                 "the server's clock was set back: this submission is numbered after the last one",
+            )
+        case WorkflowReset() if job.ending is None:
+            raised = max(job.submission, event.submission)
+            # Its nodes may belong to another job by now, so they are claimed like new ones.
+            return _notice(
+                replace(job, submission=raised, slots=(), fewer=""),
+                f"the workflow was reset: ranks are launched again as submission {raised}",
             )
         case MessageRejected():
             return _notice(job, f"{event.name} {event.what}: {event.reason}")

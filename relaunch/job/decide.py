@@ -64,6 +64,7 @@ from relaunch.job.events import (
     StepReached,
     SubmissionRaised,
     Submitted,
+    WorkflowReset,
 )
 from relaunch.job.fencing import fences, may_leave_lost_behind
 from relaunch.job.ladder import ANSWERS, NAMED, climb
@@ -109,18 +110,9 @@ def decide(job: JobState, event: Event, diagnosis: Diagnosis | None, now: dateti
         return Ignore(f"{event.kind} is about generation {job.generation}, which is given up")
     match event:
         case Submitted() | RetryRequested():
-            who = f" by {event.by}" if event.by else ""
-            what = "submitted" if isinstance(event, Submitted) else "retry asked for"
-            reason = f"{what}{who}" + (f": {event.reason}" if event.reason else "")
-            if isinstance(event, Submitted):
-                return Relaunch(job.generation + 1, reason, keep_nodes=False)
-            return Relaunch(
-                job.generation + 1,
-                reason,
-                avoid=event.avoid_nodes,
-                without=job.lost_names,
-                renew_budgets=event.renew_budgets,
-            )
+            return _decide_on_request(job, event)
+        case WorkflowReset():
+            return _decide_on_reset(job)
         case NodesAcquired() if job.phase is Phase.LAUNCHING:
             return Ignore("the launch goes on, for the reason it was decided for")
         case NodesAcquired():
@@ -622,6 +614,26 @@ def _decide_on_answer(job: JobState, event: Answered, now: datetime) -> Decision
             )
         case _:
             assert_never(event.decision)
+
+
+def _decide_on_request(job: JobState, event: Submitted | RetryRequested) -> Decision:
+    who = f" by {event.by}" if event.by else ""
+    what = "submitted" if isinstance(event, Submitted) else "retry asked for"
+    reason = f"{what}{who}" + (f": {event.reason}" if event.reason else "")
+    if isinstance(event, Submitted):
+        return Relaunch(job.generation + 1, reason, keep_nodes=False)
+    return Relaunch(
+        job.generation + 1,
+        reason,
+        avoid=event.avoid_nodes,
+        without=job.lost_names,
+        renew_budgets=event.renew_budgets,
+    )
+
+
+def _decide_on_reset(job: JobState) -> Decision:
+    reason = "the workflow was reset, so older ranks are stopped and nodes claimed again"
+    return Relaunch(job.generation + 1, reason, keep_nodes=False, without=job.lost_names)
 
 
 def _decide_on_declared_dead(job: JobState, event: NodeDeclaredDead, now: datetime) -> Decision:

@@ -428,6 +428,18 @@ class SubmissionRaised:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkflowReset:
+    """The job's workflow was reset to an earlier event: what it knows of nodes may be out of date.
+
+    Since that event another run may have launched ranks, given nodes back, or ended.
+    """
+
+    submission: int
+    """Above that of the run before, so that nodes and fleet obey this one."""
+    kind: Literal["WorkflowReset"] = "WorkflowReset"
+
+
+@dataclass(frozen=True, slots=True)
 class MessageRejected:
     """A signal that could not be parsed, or was refused; kept to show its sender why."""
 
@@ -473,6 +485,7 @@ Event = Annotated[
     | PolicyChanged
     | IncidentsArchived
     | SubmissionRaised
+    | WorkflowReset
     | MessageRejected,
     Field(discriminator="kind"),
 ]

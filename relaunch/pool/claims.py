@@ -56,21 +56,19 @@ def record_claim(state: FleetState, claim: Claim, now: datetime) -> FleetState:
     else:
         newest = known.claim.submission, known.claim.seq
     if newest is not None and (claim.submission, claim.seq) <= newest:
-        if (
-            known is not None
-            and (claim.submission, claim.seq) == newest
-            and known.answer is not None
-        ):
+        is_closed = known is None or known.is_closed
+        if (claim.submission, claim.seq) == newest and (claim.nodes <= 0 or not is_closed):
+            # Sent twice.
+            if known is None or known.answer is None:
+                return state
             return _put_claim(state, replace(known, is_answer_sent=False))
-        if claim.submission < newest[0]:
-            # Either a late message of a submission that has ended: the running submission ignores
-            # the answer. Or the server's clock was set back between the two: submissions are
-            # numbered by it, and nodes obey only higher ones.
-            behind = BehindClaim(claim.job, claim.submission, claim.seq, newest[0])
-            return replace(
-                state, behind=(*(one for one in state.behind if one.job != claim.job), behind)
-            )
-        return state
+        # Either a late message: who sent it has sent another one since, or has ended, and ignores
+        # the answer. Or the server's clock was set back between two submissions, which are numbered
+        # by it. Or the job's workflow was reset, and does not know what it did since. The last two
+        # have to take a higher submission: nodes obey only that.
+        behind = BehindClaim(claim.job, claim.submission, claim.seq, newest[0])
+        others = tuple(one for one in state.behind if one.job != claim.job)
+        return replace(state, behind=(*others, behind))
     state = record_faults(state, FaultReport(claim.job, claim.submission, claim.suspects), now)
     if state.awaited_jobs is not None:
         state = replace(

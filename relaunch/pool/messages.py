@@ -126,7 +126,7 @@ class Grant:
     seq: int
     kind: Literal["granted", "waiting", "hopeless", "yield", "behind"] = "granted"
     """hopeless: waiting cannot help. yield: give back all nodes and queue; a job that comes first
-    needs them. behind: a later submission of this job is known, and this one takes a number above
+    needs them. behind: a later claim of this job is known, so the job takes a submission above
     `above`."""
     places: tuple[Place, ...] = ()
     """If granted: as many as were wanted, or more where the job would take more, kept nodes
@@ -145,7 +145,8 @@ class Grant:
     """Why there are fewer nodes than the job would take, in words for people; empty if there are
     not."""
     above: int = 0
-    """If behind: the highest submission of this job that the fleet knows."""
+    """If behind: the highest submission of this job that the fleet knows; its own if the workflow
+    was reset to before a later claim."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -320,14 +320,23 @@ def _remind_jobs(state: FleetState) -> tuple[FleetState, list[ClaimReminder]]:
 
 
 def _answer_late_submissions(state: FleetState) -> tuple[FleetState, list[GrantMessage]]:
-    """Notify jobs whose submission is lower than a known one, so that they take a higher number."""
-    reason = (
+    """Notify jobs that know less than the fleet of what they did, so that they take a higher
+    submission."""
+    clock = (
         "a submission of this job that was numbered higher is known: "
         "the server's clock was set back in between"
     )
+    reset = "a later claim of this submission is known: its workflow was reset"
     messages = [
         GrantMessage(
-            one.job, Grant(one.submission, one.seq, "behind", reason=reason, above=one.above)
+            one.job,
+            Grant(
+                one.submission,
+                one.seq,
+                "behind",
+                reason=clock if one.above > one.submission else reset,
+                above=one.above,
+            ),
         )
         for one in state.behind
     ]

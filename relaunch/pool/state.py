@@ -304,8 +304,7 @@ class LastClaim:
 
 @dataclass(frozen=True, slots=True)
 class BehindClaim:
-    """A claim with a lower submission than one that the fleet knows, to be answered with
-    `behind`."""
+    """A claim that is older than one that the fleet knows, to be answered with `behind`."""
 
     job: str
     submission: int

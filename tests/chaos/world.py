@@ -343,6 +343,8 @@ class World:
     server: Process = field(init=False)
     worker: Process = field(init=False)
     client: Client = field(init=False)
+    web_ui: str = field(init=False)
+    """Address of the server's web UI."""
     made: list[Job] = field(default_factory=list)
     others: list[Process] = field(default_factory=list)
     """Workers beside the one."""
@@ -359,6 +361,7 @@ class World:
         self.places = self._places(addresses)
         self.write_fleet()
         port, ui = free_port(), free_port()
+        self.web_ui = f"http://{HOST}:{ui}"
         self.environment = {
             **{
                 key: value

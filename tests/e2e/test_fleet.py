@@ -256,4 +256,6 @@ async def test_what_a_terminated_job_leaves_is_stopped_and_given_back(world: Wor
     await nodes(world, "apply")  # it looks then, and not only once a minute
     await until(world, n1=("free", None), n2=("free", None))
     assert job.rank_pids() == []
+    status, text = await starter(world, "show", job.name)
+    assert (status, "phase       TERMINATED" in text) == (0, True), text
     await world.tidy(job)

@@ -32,9 +32,10 @@ from relaunch.job.events import (
     StepReached,
     SubmissionRaised,
     Submitted,
+    WorkflowReset,
 )
 from relaunch.job.incidents import KEPT_DECISIONS
-from relaunch.job.state import Ignore, JobState, Next, Progress
+from relaunch.job.state import Ignore, JobState, Next, Progress, Relaunch
 from relaunch.spec.policy import Strategy
 from tests.recovery.builders import (
     T0,
@@ -288,6 +289,19 @@ def test_a_submission_is_renumbered_only_before_it_has_nodes(snapshot: SnapshotA
     assert job.notices == snapshot
     assert step(job, SubmissionRaised(17))[0].submission == 5001
     assert step(running(), SubmissionRaised(5001))[0].submission == running().submission
+
+
+def test_after_a_reset_a_later_submission_claims_nodes() -> None:
+    before = running()
+    job, decision = step(before, WorkflowReset(before.submission + 5))
+    assert isinstance(decision, Relaunch) and not decision.keep_nodes
+    assert (job.submission, job.slots) == (before.submission + 5, ())
+    assert job.generation == before.generation + 1
+    assert set(job.maybe_alive) == {"n1", "n2"}, "its older ranks are stopped first"
+    # What was under way goes on: ranks are stopped, and no node is claimed.
+    ending = walk(before, (this(CancelRequested("", "ada")), "CANCELLED 130"))
+    job, decision = step(ending, WorkflowReset(before.submission + 5))
+    assert isinstance(decision, Ignore) and job == ending
 
 
 def test_a_node_that_the_watch_hears_is_not_taken_for_dead(snapshot: SnapshotAssertion) -> None:

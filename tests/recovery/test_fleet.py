@@ -342,7 +342,8 @@ def test_a_closed_job_that_has_nothing_is_forgotten() -> None:
     desk.claim("w", 1)
     desk.go(EndedJobs((("w", 1),)))
     assert [record.claim.job for record in desk.state.claims] == ["a"]
-    assert desk.claim("w", 1) == []
+    # Only a job that runs again after all, because its workflow was reset, will hear that.
+    assert [order.grant.kind for order in desk.claim("w", 1)] == ["behind"]
 
 
 def test_a_job_that_speaks_again_was_not_closed(snapshot: SnapshotAssertion) -> None:
@@ -955,6 +956,31 @@ def test_a_late_message_of_an_ended_submission_changes_nothing() -> None:
     assert [(grant.submission, grant.seq) for grant in desk.grants("behind").values()] == [
         (4000, 9)
     ]
+
+
+# --- a job whose workflow was reset, and which repeats an earlier claim
+
+
+def test_an_earlier_claim_of_a_submission_hears_to_go_higher() -> None:
+    desk = Desk()
+    desk.claim("a", 1)
+    desk.claim("a", 2, seq=4)
+    before = desk.state.claims
+    desk.claim("a", 1, seq=2)
+    [behind] = desk.grants("behind").values()
+    assert (behind.submission, behind.seq, behind.above) == (1, 2, 1)
+    assert desk.state.claims == before
+
+
+@pytest.mark.parametrize(("nodes", "kinds"), [(1, ["behind"]), (0, [])])
+def test_the_last_claim_of_a_job_without_nodes_is_void(nodes: int, kinds: list[str]) -> None:
+    """The same message twice is no new claim: a job that has returned its nodes may still run."""
+    desk = Desk()
+    desk.claim("a", 1)
+    desk.claim("a", 0, seq=2)
+    desk.claim("a", nodes, seq=2)
+    assert [grant.kind for grant in desk.grants("behind").values()] == kinds
+    assert desk.state.claims == ()
 
 
 # --- faults that a job reports without a claim

@@ -9,6 +9,7 @@ from temporalio import workflow
 from temporalio.exceptions import ActivityError, is_cancelled_exception
 
 with workflow.unsafe.imports_passed_through():
+    from relaunch.activities.launch import LaunchRanksOutput
     from relaunch.job.drain import nodes_to_drain
     from relaunch.job.events import (
         LaunchOrdered,
@@ -238,7 +239,12 @@ class Actions:
         planned = plan_generation(self._job, decision.generation, nodes)
         self._session.post(LaunchOrdered(decision.generation, planned))
         self._open_launch = launch = OpenLaunch(decision.generation)
-        self._session.post(await commands.launch(self._job, token, slots, launch.sent))
+
+        def note(output: LaunchRanksOutput) -> None:
+            launch.sent.update(output.places)
+            self._session.note_run(output.run)
+
+        self._session.post(await commands.launch(self._job, token, slots, note))
         self._open_launch = None
         self.relaunching = None
 

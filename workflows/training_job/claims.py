@@ -39,6 +39,7 @@ with workflow.unsafe.imports_passed_through():
         RanksFound,
         RanksStopped,
         SubmissionRaised,
+        WorkflowReset,
     )
     from relaunch.job.places import MOVED, StartedPlaces
     from relaunch.job.ranks import keep_places
@@ -178,6 +179,13 @@ class Claims:
         self._more = ()
         self.start_resend()
 
+    def forget(self) -> None:
+        """Forget what was claimed and granted: the workflow was reset, and the fleet may have given
+        the nodes to others since. The next launch claims them as a later submission."""
+        self.nodes, self._open, self._more, self._awaits_growth = (), None, (), False
+        self._growth_requests += 1
+        self._grants.clear()
+
     def use_granted_nodes(self) -> tuple[Place, ...]:
         more, self._more = self._more, ()
         if more:
@@ -315,6 +323,9 @@ class Claims:
         """
         grant = GRANT.validate_python(message)
         if (grant.submission, grant.seq) != (self._job.submission, self._seq):
+            return
+        if grant.kind == "behind" and grant.above == grant.submission:
+            self._session.post(WorkflowReset(grant.above + 1))
             return
         if self._open is not None:
             self._grants.append(grant)

@@ -114,19 +114,25 @@ def shards(names: tuple[str, ...]) -> list[tuple[str, ...]]:
 
 
 async def launch(
-    job: JobState, token: Token, slots: tuple[Slot, ...], sent: dict[str, str]
+    job: JobState,
+    token: Token,
+    slots: tuple[Slot, ...],
+    note: Callable[[LaunchRanksOutput], None],
 ) -> Event:
     """Prepare and start every shard; across shards this workflow is the barrier between the two
     rounds.
 
-    `sent` receives the places of nodes that may have got the order to start, even if this is
+    `note` receives the output of each shard that may have got the order to start, even if this is
     cancelled.
     """
     whole = _launch_orders(job, token, slots)
     if len(whole) == 1:
-        return _outcome(job, token, [await _launch_shard(job, whole[0], "launch", sent)])
+        return _outcome(job, token, [await _launch_shard(job, whole[0], "launch", note)])
     prepared = await asyncio.gather(
-        *(_launch_shard(job, replace(order, prepare_only=True), "prepare", {}) for order in whole)
+        *(
+            _launch_shard(job, replace(order, prepare_only=True), "prepare", _ignore)
+            for order in whole
+        )
     )
     if any(output.refusals or output.unreachable for output in prepared):
         return _outcome(job, token, prepared)
@@ -134,7 +140,7 @@ async def launch(
     return _outcome(
         job,
         token,
-        await asyncio.gather(*(_launch_shard(job, order, "start", sent) for order in orders)),
+        await asyncio.gather(*(_launch_shard(job, order, "start", note) for order in orders)),
     )
 
 
@@ -163,7 +169,10 @@ def _launch_orders(job: JobState, token: Token, slots: tuple[Slot, ...]) -> list
 
 
 async def _launch_shard(
-    job: JobState, order: LaunchRanksInput, verb: str, sent: dict[str, str]
+    job: JobState,
+    order: LaunchRanksInput,
+    verb: str,
+    note: Callable[[LaunchRanksOutput], None],
 ) -> LaunchRanksOutput:
     names = tuple(slot.node for slot in order.slots)
 
@@ -177,7 +186,7 @@ async def _launch_shard(
             cancellation_type=DETACH,
             summary=f"{verb} generation {order.token.generation} on {_names(names)}",
         )
-        sent.update(output.places)
+        note(output)
         return output
 
     try:
@@ -188,6 +197,10 @@ async def _launch_shard(
             why = "secret_missing" if cause.type == "SecretMissing" else "controller"
             return LaunchRanksOutput(refusals=(NodeRefusal(names[0], why, cause.message),))
         raise
+
+
+def _ignore(_output: LaunchRanksOutput) -> None:
+    """Preparing starts nothing."""
 
 
 def _outcome(job: JobState, token: Token, outputs: list[LaunchRanksOutput]) -> Event:
@@ -265,13 +278,15 @@ async def watch(
         heartbeat_timeout=heartbeat_timeout(timeouts),
         retry_policy=REATTACH,
         cancellation_type=DETACH,
-        summary=f"watch generation {job.generation} on {_names(nodes)}"
+        # The web UI cuts summaries: names, which may be long, come last.
+        summary=f"watch generation {job.generation}"
         + (
             f" until it passes step {job.incident.reached}"
             if job.incident and job.incident.reached is not None
             else ""
         )
-        + (" until a checkpoint is finished" if drains_at_checkpoint(job) else ""),
+        + (" until a checkpoint is finished" if drains_at_checkpoint(job) else "")
+        + f" on {_names(nodes)}",
     )
 
 
@@ -289,11 +304,7 @@ async def prove_stopped(
 
     Returns when every node is proven clean or must have fenced; with `once`, after one try.
     """
-    unreachable = (
-        f"; {_names(job.lost_names)} cannot be reached and must fence first"
-        if job.lost and not once
-        else ""
-    )
+    unreachable = f" (must fence first: {_names(job.lost_names)})" if job.lost and not once else ""
     stopped = await unless_cancelled(
         workflow.execute_activity_method(
             JobActivities.stop_ranks,
@@ -315,7 +326,7 @@ async def prove_stopped(
             heartbeat_timeout=BEAT,
             retry_policy=KEEP_TRYING,
             cancellation_type=DETACH,
-            summary=f"{summary} on {_names(nodes)}{unreachable}",
+            summary=f"{summary}{unreachable} on {_names(nodes)}",
         )
     )
     return RanksStopped(

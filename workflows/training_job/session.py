@@ -28,6 +28,24 @@ class Session:
         self.job = job
         self.inbox = list(inbox)
         self.tasks = Tasks()
+        self._run = ""
+        """The run of the workflow for which its ranks were watched last, or launched first."""
+
+    def note_run(self, run: str) -> None:
+        """Note which run of the workflow launched ranks, if none is known yet."""
+        self._run = self._run or run
+
+    def was_reset(self, run: str) -> bool:
+        """Return whether the workflow was reset between the last watch's report and this one.
+
+        A workflow that is reset is another run with the same first results, and is not told. Only
+        results are compared with results: what a run is called itself differs between replays.
+
+        Args:
+            run: The run that ordered the watch, as its report says; empty: not known.
+        """
+        before, self._run = self._run, run or self._run
+        return bool(run and before and run != before)
 
     def post(self, event: Event) -> None:
         """Put an event into the inbox. It is taken after the events that came before it."""

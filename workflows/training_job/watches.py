@@ -11,8 +11,9 @@ from temporalio.exceptions import ActivityError, is_cancelled_exception
 
 with workflow.unsafe.imports_passed_through():
     from relaunch.activities.reports import WatchReport
+    from relaunch.job.diagnose import Fault
     from relaunch.job.drain import drains_at_checkpoint
-    from relaunch.job.events import RanksSucceeded
+    from relaunch.job.events import RanksSucceeded, WorkflowReset
     from relaunch.job.state import Phase
     from relaunch.messages.jobs import HintMessage
     from relaunch.workflows.training_job import commands
@@ -131,6 +132,12 @@ class Watches:
         job = self._session.job
         self.after_seq.update(report.after_seq)
         self.exited.update(report.exited)
+        was_reset = self._session.was_reset(report.run)
+        if was_reset and any(isinstance(event, Fault) for event in report.events):
+            # Its nodes may have been given to another job, which is no reason to restart there.
+            submission = int(workflow.now().timestamp() * 1000)
+            self._session.post(WorkflowReset(max(submission, job.submission + 1)))
+            return
         for event in report.events:
             self._session.post(event)
         if report.all_succeeded and self._has_succeeded(tuple(slot.node for slot in job.slots)):

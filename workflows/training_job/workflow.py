@@ -26,6 +26,7 @@ with workflow.unsafe.imports_passed_through():
         NodesOffered,
         NodesSlow,
         Submitted,
+        WorkflowReset,
     )
     from relaunch.job.state import (
         Ask,
@@ -146,6 +147,8 @@ class TrainingJob(MessageHandlers):
                 self._actions.dead = tuple(one for one in self._actions.dead if one not in used)
             case NodeDeclaredDead():
                 self._act_without(event.node, decision, waited_for)
+            case WorkflowReset() if session.job.ending is None:
+                self._claims.forget()
         if _ends_growth(event, decision):
             self._claims.cancel_growth()
         self._carry_out(decision)
