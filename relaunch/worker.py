@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import ctypes
 import gc
+import hashlib
 import logging
 import os
 import signal
@@ -65,6 +66,8 @@ WATCHES = "watches"
 """Folder, in the state folder, of the watches that each worker has."""
 ARCHIVE = "archive"
 """Folder, in the state folder, of the older incidents of jobs."""
+KEPT_FLEETS = "served-fleets"
+"""Folder, in the state folder, of copies of the fleet files as they were last served."""
 TAKE_OVER_INTERVAL_S = 2.0
 """Seconds between two looks for workers on the same state folder that were killed."""
 SDK_THREADS = "TOKIO_WORKER_THREADS"
@@ -75,6 +78,14 @@ NEAR_POLLERS = 5
 OTHER_ACTIVITIES = 50
 """Activity slots in addition to those of the watches: launches, stops, reading logs. A watch holds
 its slot for as long as the job runs."""
+
+
+class UnreadFleetError(Exception):
+    """A fleet is not known, and may be the one of a fleet file that cannot be used.
+
+    Activities that it ends are retried: by this worker once the file is mended and the worker is
+    restarted, or by another one that knows the fleet.
+    """
 
 
 @dataclass(slots=True)
@@ -95,6 +106,10 @@ class WorkerFleets:
     finish."""
     server: str = ""
     """The id of the Temporal server that this worker works for."""
+    kept: Path | None = None
+    """Folder of copies of the fleet files as they were last served; None: none are kept."""
+    unread: dict[Path, str] = field(default_factory=dict)
+    """Fleet files that could not be used when the worker started, and never before, with why."""
 
     def set_server(self, server: str) -> None:
         """Set the Temporal server in whose name nodes get orders; call before the first order."""
@@ -126,11 +141,39 @@ class WorkerFleets:
                 backend.server = self.server
                 self.replaced.append(self.backends[fleet])
                 self.specs[fleet], self.backends[fleet] = spec, backend
+                self.keep(path)
         except ConfigError as error:
             raise ValueError(str(error)) from None
         return spec
 
+    def keep(self, path: Path) -> None:
+        """Copy a fleet file that is served into the state folder, for starts while it is bad."""
+        if self.kept is None:
+            return
+        copy = find_copy(self.kept, path)
+        new = copy.with_suffix(f".{os.getpid()}")
+        try:
+            self.kept.mkdir(mode=0o700, parents=True, exist_ok=True)
+            new.touch(mode=0o600)  # it may have an address of a channel, which is a secret
+            new.write_bytes(path.read_bytes())
+            new.replace(copy)
+        except OSError as error:
+            logging.getLogger("relaunch").warning(
+                "fleet file %s cannot be copied to %s: %s", path, copy, error.strerror
+            )
+
     def spec(self, fleet: str) -> FleetSpec:
+        """Return the fleet's specification, by the file as it is now if that can be used.
+
+        Raises:
+            KeyError: there is no such fleet; its message is one sentence.
+            UnreadFleetError: a file that cannot be used may be the fleet's.
+        """
+        if fleet not in self.specs and self.unread:
+            raise UnreadFleetError(
+                f"fleet {fleet!r} is not known to this worker, and may be that of a fleet file"
+                f" that it cannot use: {'; '.join(self.unread.values())}"
+            )
         if fleet not in self.specs:
             raise KeyError(
                 f"fleet {fleet!r} is not known to this worker,"
@@ -165,6 +208,12 @@ class WorkerFleets:
             await backend.close()
 
 
+def find_copy(folder: Path, path: Path) -> Path:
+    """Return where the copy of a fleet file is kept in a folder."""
+    digest = hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:12]
+    return folder / f"{path.stem}-{digest}.yaml"
+
+
 def _read_signature(path: Path) -> tuple[int, int, int]:
     """Return values that differ once a file has been written: zeros if there is none."""
     try:
@@ -177,11 +226,13 @@ def _read_signature(path: Path) -> tuple[int, int, int]:
 def make_fleets(settings: Settings) -> WorkerFleets:
     """Read the fleet files and make a backend for each.
 
+    A file that cannot be used does not keep the others from being served: its fleet is served as
+    it last was on this state folder, or not at all.
+
     Raises:
-        ConfigError: a file cannot be used, two have the same name, or a backend is not available
-            yet.
+        ConfigError: no file can be used, two have the same name, or a backend is not available yet.
     """
-    fleets = WorkerFleets()
+    fleets = WorkerFleets(kept=settings.state / KEPT_FLEETS)
     agent = build_agent(settings.state / "agent")
 
     def make_backend(path: Path, spec: FleetSpec) -> Backend:
@@ -216,16 +267,39 @@ def make_fleets(settings: Settings) -> WorkerFleets:
             f"fleet file {path}: backend {spec.backend!r} is for tests, expected local, ssh or ecs"
         )
 
+    log = logging.getLogger("relaunch")
     for path in settings.fleets:
         signature = _read_signature(path)
-        spec = read_fleet(path)
+        copy = find_copy(settings.state / KEPT_FLEETS, path)
+        bad: ConfigError | None = None
+        try:
+            spec = read_fleet(path)
+            backend = make_backend(path, spec)
+        except ConfigError as error:
+            bad = error
+            try:
+                spec = read_fleet(copy)
+                backend = make_backend(copy, spec)
+            except ConfigError:
+                fleets.unread[path] = str(bad)
+                continue
         if spec.name in fleets.specs:
             raise ConfigError(
                 f"fleet file {path}: another fleet file of this worker has the name {spec.name!r}"
             )
-        fleets.backends[spec.name] = make_backend(path, spec)
+        if bad is not None:
+            log.error("fleet %s is served as it last was: %s", spec.name, bad)
+        fleets.backends[spec.name] = backend
         fleets.specs[spec.name], fleets.files[spec.name] = spec, (path, make_backend)
         fleets.signatures[spec.name] = signature
+        if bad is None:
+            fleets.keep(path)
+    if fleets.unread and not fleets.specs:
+        raise ConfigError("; ".join(fleets.unread.values()))
+    for error_text in fleets.unread.values():
+        log.error(
+            "%s; its fleet is not served: mend the file, then restart this worker", error_text
+        )
     return fleets
 
 

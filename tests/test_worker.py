@@ -32,7 +32,9 @@ from relaunch.config import ConfigError, Settings
 from relaunch.generation import Token
 from relaunch.temporal import read_server_id
 from relaunch.worker import (
+    KEPT_FLEETS,
     SDK_THREADS,
+    UnreadFleetError,
     WorkerFleets,
     _make_runtime,
     _sample,
@@ -221,3 +223,39 @@ def test_the_runtime_leaves_no_variable_to_agents_and_ranks(
     monkeypatch.setenv(SDK_THREADS, "7")
     _make_runtime(TelemetryConfig())
     assert os.environ[SDK_THREADS] == "7", "a person's own"
+
+
+def test_a_bad_fleet_file_is_served_at_a_start_as_it_last_was(
+    fleet_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text(FLEET.replace("name: lab", "name: other"))
+    settings = Settings(state=tmp_path / "state", fleets=(fleet_file, other))
+    make_fleets(settings)
+    fleet_file.write_text("name: lab\nnodes: [\n")
+    started = make_fleets(settings)
+    assert started.backend("lab").node("n2").address == "127.0.0.3"
+    assert "fleet lab is served as it last was" in caplog.text
+    assert f"{fleet_file}:3" in caplog.text
+    with pytest.raises(ValueError, match=r"fleet\.yaml"):
+        started.reload("lab")
+    fleet_file.write_text(FLEET.replace("n2", "n9"))
+    assert [node.name for node in started.spec("lab").nodes] == ["n1", "n9"]
+    fleet_file.write_text("")
+    assert [node.name for node in make_fleets(settings).spec("lab").nodes] == ["n1", "n9"]
+    for copy in (tmp_path / "state" / KEPT_FLEETS).iterdir():
+        assert copy.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_fleet_file_that_was_never_good_stops_no_other(
+    fleet_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("name: bad\n")
+    started = make_fleets(Settings(state=tmp_path / "state", fleets=(bad, fleet_file)))
+    assert started.spec("lab").name == "lab"
+    assert f"{bad}" in caplog.text and "its fleet is not served" in caplog.text
+    with pytest.raises(UnreadFleetError, match=r"'bad' is not known .*bad\.yaml"):
+        started.spec("bad")
+    with pytest.raises(ConfigError, match=r"bad\.yaml"):
+        make_fleets(Settings(state=tmp_path / "state", fleets=(bad,)))

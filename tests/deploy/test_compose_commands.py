@@ -5,6 +5,7 @@ Doubles for what only images have.
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -103,6 +104,89 @@ def test_a_worker_without_a_fleet_file_says_so(tmp_path: Path) -> None:
     assert done.stderr == (
         f"relaunch-worker: no fleet file {tmp_path}/*.yaml: write one, as docs/compose.md says\n"
     )
+
+
+def site(folder: Path) -> dict[str, str]:
+    """What check.sh finds nothing wrong with, and a double of Docker."""
+    ours = folder / "deploy" / "compose"
+    for name in ("fleets", "secrets", "ssh"):
+        (ours / name).mkdir(parents=True)
+    for name in ("secrets", "ssh"):
+        (ours / name).chmod(0o700)
+    (ours / "secrets" / "postgres_password").write_text("s3cret\n")
+    (ours / "fleets" / "lab.yaml").touch()
+    shutil.copy(ROOT / "deploy/compose/check.sh", ours)
+    script = "case $1 in version) echo $ENGINE ;; compose) echo $COMPOSE ;; esac"
+    return double(folder / "bin", "docker", script) | {"ENGINE": "28.0.4", "COMPOSE": "v2.24.0"}
+
+
+def check(folder: Path, environment: dict[str, str]) -> tuple[int, str]:
+    script = folder / "deploy" / "compose" / "check.sh"
+    done = subprocess.run(["sh", script], env=environment, capture_output=True, text=True)
+    assert done.stdout == ""
+    return done.returncode, done.stderr
+
+
+def test_nothing_is_said_where_all_is_there(tmp_path: Path) -> None:
+    environment = site(tmp_path)
+    assert check(tmp_path, environment) == (0, "")
+    assert check(tmp_path, environment | {"ENGINE": "29.1.0", "COMPOSE": "2.40.3-3"}) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"ENGINE": "27.5.1"}, "Docker Engine 27.5.1: expected 28 or newer"),
+        ({"ENGINE": ""}, "no Docker engine answers"),
+        ({"COMPOSE": "2.9.0"}, "Docker Compose 2.9.0: expected 2.24 or newer"),
+        ({"COMPOSE": ""}, "Docker Compose is not installed"),
+    ],
+)
+def test_a_docker_that_is_too_old_is_one_sentence(
+    tmp_path: Path, changes: dict[str, str], said: str
+) -> None:
+    code, text = check(tmp_path, site(tmp_path) | changes)
+    assert (code, len(text.splitlines())) == (1, 1), text
+    assert text.startswith(f"check.sh: {said}")
+
+
+def test_each_file_that_is_missing_or_open_is_one_sentence(tmp_path: Path) -> None:
+    environment = site(tmp_path)
+    ours = tmp_path / "deploy" / "compose"
+    (ours / "secrets" / "postgres_password").write_text("a:b\n")
+    (ours / "ssh").chmod(0o755)
+    (ours / "fleets" / "lab.yaml").unlink()
+    code, text = check(tmp_path, environment)
+    assert (code, len(text.splitlines())) == (1, 3), text
+    for word in ("letters and digits only", "chmod 700", "expected a fleet file"):
+        assert word in text
+    (ours / "secrets" / "postgres_password").unlink()
+    assert "postgres_password is missing" in check(tmp_path, environment)[1]
+
+
+def test_images_are_pinned_by_the_digests_of_the_registry(tmp_path: Path) -> None:
+    for name in ("docker-compose.yml", "Dockerfile"):
+        shutil.copy(ROOT / name, tmp_path)
+    answer = "sha256:" + "ab" * 32
+    config = json.dumps({"services": SERVICES})
+    (tmp_path / "config.json").write_text(config)
+    script = f"""case $1 in compose) cat {tmp_path}/config.json ;; buildx) echo $DIGEST ;; esac"""
+    environment = double(tmp_path / "bin", "docker", script) | {"DIGEST": answer}
+    command = ["sh", ROOT / "deploy/compose/pin.sh", tmp_path]
+    subprocess.run(command, env=environment, check=True)
+    written = yaml.safe_load((tmp_path / "docker-compose.digests.yml").read_text())
+    assert list(jsonschema.Draft202012Validator(SPECIFICATION).iter_errors(written)) == []
+    images = {name: one["image"] for name, one in written["services"].items() if "image" in one}
+    assert images == {
+        name: f"{one['image']}@{answer}"
+        for name, one in SERVICES.items()
+        if not one["image"].startswith("relaunch:")
+    }
+    [base] = re.findall(r"^FROM (\S+)", DOCKERFILE, re.MULTILINE)
+    context = written["services"]["namespace"]["build"]["additional_contexts"]
+    assert context == {base: f"docker-image://{base}@{answer}"}
+    failed = subprocess.run(command, env=environment | {"DIGEST": ""}, capture_output=True)
+    assert failed.returncode == 1 and b"expected a digest of" in failed.stderr
 
 
 def image(folder: Path) -> None:

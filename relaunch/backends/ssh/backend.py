@@ -109,8 +109,6 @@ class SshBackend(SessionBackend):
         self._under_way: set[Connection] = set()
         self._gates: dict[tuple[str, int], threading.Semaphore] = {}
         self._gates_lock = threading.Lock()
-        # paramiko logs as errors, with tracebacks, the failures that are raised here as sentences.
-        logging.getLogger("paramiko").setLevel(logging.CRITICAL)
 
     async def close(self) -> None:
         for connection in self._under_way:

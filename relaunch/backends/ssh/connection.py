@@ -7,6 +7,7 @@ why. Everything here blocks, each step for a bounded time, and is meant to run i
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import threading
 import time
@@ -109,6 +110,9 @@ class Connection:
     """A chain of transports, each through the one before. The last one leads to the node."""
 
     def __init__(self) -> None:
+        # paramiko logs as errors, with tracebacks, the failures that are raised here as sentences.
+        # Where nothing configures logging, as on the command line, Python prints them.
+        logging.getLogger("paramiko").setLevel(logging.CRITICAL)
         self._sockets: list[socket.socket] = []
         self._streams: list[socket.socket | HopStream] = []
         self._transports: list[paramiko.Transport] = []
