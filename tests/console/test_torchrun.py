@@ -17,7 +17,7 @@ from relaunch.cli import app, run, torchrun
 from relaunch.config import ConfigError
 from relaunch.spec.annotations import GRACE_PERIOD
 from relaunch.spec.job import JobSpec
-from relaunch.spec.policy import resolve
+from relaunch.spec.policy import resolve as resolve_policy
 from tests.pages import sections
 
 PAGE = (Path(__file__).parents[2] / "docs" / "launchers.md").read_text()
@@ -305,11 +305,11 @@ def test_what_has_no_effect_is_said_where_it_may_be_missed(
     assert sections(said) == page
 
 
-def test_a_script_that_runs_a_job_gets_an_exit_code_and_no_question() -> None:
-    policy = resolve({})
+def test_a_script_that_runs_a_job_is_asked_nothing() -> None:
+    policy = resolve_policy({})
     assert run.adapt_policy(policy, has_terminal=True).bad_checkpoint_ask == 2
     adapted = run.adapt_policy(policy, has_terminal=False)
     assert adapted.bad_checkpoint_ask == "off"
     assert adapted.timeouts.unwatched == policy.timeouts.lease
-    stated = resolve({"timeouts": {"unwatched": "10m"}})
+    stated = resolve_policy({"timeouts": {"unwatched": "10m"}})
     assert run.adapt_policy(stated, has_terminal=True) == stated
