@@ -362,7 +362,43 @@ async def play_restored_fleet(stage: Stage) -> None:
         await third.until_phase(Phase.RUNNING)
 
 
+async def play_bad_checkpoint(stage: Stage) -> None:
+    """A job that resumes twice into the same error, and asks."""
+    name = "torn"
+    torn = ("RuntimeError: PytorchStreamReader failed finding central directory",)
+    script = Script(
+        (
+            Exit(generation=1, rank=0, exit_code=None, signal=9, after=1.0),
+            *(
+                Exit(generation=number, rank=0, exit_code=1, after=0.2, log_tail=torn)
+                for number in (2, 3)
+            ),
+            Progress(generation=1, rate=20.0, hangs=True),
+        ),
+        then="run",
+    )
+    async with stage.play(name, short=True, script=script) as rig_:
+        job = await rig_.submit(name=name)
+        state = await job.until_phase(Phase.WAITING_FOR_PERSON, 3)
+        assert state.failed_resume is not None and state.failed_resume.count == 2
+        await stage.ask(name, job.handle, "state", "next")
+        await job.handle.execute_update("answer", {"decision": "deny", "by": "ada"})
+        await job.result()
+
+
+async def play_watch(stage: Stage) -> None:
+    """A fleet whose watch finds a node silent: a round takes a minute."""
+    async with stage.play("watched", RUNS) as rig_:
+        await rig_.tell_fleet("apply")
+        await until_fleet(rig_, lambda state: state.is_probed, "a probe")
+        rig_.backend.cut("n2")
+        await until_fleet(
+            rig_, lambda state: state.nodes[1].silent_since is not None, "that n2 is silent"
+        )
+
+
 PLAYS: dict[str, Callable[[Stage], Awaitable[None]]] = {
+    "watch": play_watch,  # first: it waits longest
     **{name: (lambda stage, name=name: play_outcome(stage, name)) for name in SCENARIOS},
     "fleet": play_fleet,
     "queue": play_queue,
@@ -371,6 +407,7 @@ PLAYS: dict[str, Callable[[Stage], Awaitable[None]]] = {
     "elastic": play_elastic,
     "drain": play_drain,
     "question": play_question,
+    "bad checkpoint": play_bad_checkpoint,
     "retry": play_retry,
     "links": play_links,
     "archive": play_archive,
