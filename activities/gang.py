@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -75,6 +76,8 @@ ECHO_LINES = 20
 to say what broke, also below what NCCL traces."""
 MIN_GOOD_BEATS = 3
 """Valid heartbeats in a row after which a node that sent invalid data counts as answering again."""
+RARE_MOVES = 2
+"""Heartbeats for which others go on without a rank, until it is known not to report each step."""
 WENT_ON_S = 60.0
 """Seconds for which ranks still advance that needed another one which has exited with 0: the step
 that it had taken part in, and the report of it."""
@@ -95,6 +98,27 @@ class RankStep:
     counter: Counter
     at: datetime
     phase: str | None = None
+    lead_moves: int = 0
+    """`Lead.moves` when the counter changed last."""
+
+
+@dataclass(slots=True)
+class Lead:
+    """How far the rank has come that has come furthest."""
+
+    position: int | None = None
+    moves: int = 0
+    """In how many heartbeat intervals it has advanced."""
+    moved_at: float = -math.inf
+    """When that was counted last, by CLOCK_MONOTONIC."""
+
+    def note(self, position: int, interval: float) -> None:
+        """Note how far a rank has come; `interval` is that of heartbeats in seconds."""
+        if self.position is not None and position <= self.position:
+            return
+        self.position = position
+        if time.monotonic() - self.moved_at >= interval:
+            self.moves, self.moved_at = self.moves + 1, time.monotonic()
 
 
 @dataclass(slots=True)
@@ -182,6 +206,7 @@ class WatchedShard:
             self._nodes[node].finished = [
                 RankExited(node, rank, 0, 0, None, datetime.now(UTC)) for rank in ranks
             ]
+        self._lead = Lead()
         self._looks = HangLooks(input)
         self._step_times = StepTimes(
             input.stragglers, input.timeouts.heartbeat.total_seconds(), time.monotonic()
@@ -342,7 +367,12 @@ class WatchedShard:
             if has_restarted(known, step):
                 self._pace = replace(self._pace, restarts=True)
             counter = update_counter(known, step)
-            view.steps[int(rank)] = RankStep(counter, at, value.get("phase"))
+            if before is None or known != counter:
+                self._lead.note(counter.position, self.input.timeouts.heartbeat.total_seconds())
+                moves = self._lead.moves
+            else:
+                moves = before.lead_moves
+            view.steps[int(rank)] = RankStep(counter, at, value.get("phase"), moves)
             self._step_times.add(node, int(rank), counter.position, at, value)
             view.values = {
                 k: float(v)
@@ -372,17 +402,31 @@ class WatchedShard:
         ]
         if not living:
             return
+        phase = next((value.phase for value in living if value.phase), None)
+        living = self._leave_out_rare(living)
         position = min(value.counter.position for value in living)
         before = self._pace.position
         self._pace = advance(
             self._pace,
             min(value.counter.step for value in living),
             max(value.at for value in living if value.counter.position == position),
-            next((value.phase for value in living if value.phase), None),
+            phase,
             position,
         )
         if self._pace.position != before:
             self._looks.clear()
+
+    def _leave_out_rare(self, living: list[RankStep]) -> list[RankStep]:
+        """Leave out ranks that do not report each step.
+
+        One that prints `resumed at step 60`, and nothing more, says nothing about training. In
+        lockstep no rank goes on without the others, so one that others have left behind for two
+        heartbeats does not hold them up.
+        """
+        if not self.input.in_lockstep:
+            return living
+        oldest = self._lead.moves - RARE_MOVES
+        return [value for value in living if value.lead_moves > oldest] or living
 
     def _find_checkpoint(self) -> int | None:
         """Return the newest checkpoint that is finished by all ranks that report theirs.

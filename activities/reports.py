@@ -66,6 +66,8 @@ class WatchRanksInput:
     judges: bool = True
     """Whether this watch may decide a hang by what ranks do. Of several shards one does, with the
     job's first node: it looks at all ranks, and a shard whose ranks all wait knows nothing."""
+    in_lockstep: bool = True
+    """Whether no rank can go on without the others."""
     stragglers: StragglerLimits = field(default_factory=lambda: StragglerLimits(action="off"))
     """When to report nodes that are slower than the others of the shard."""
     slow: tuple[str, ...] = ()

@@ -386,6 +386,35 @@ async def test_a_flat_step_is_a_hang_and_names_the_slowest_ranks() -> None:
     assert "has not changed" in hang.reason
 
 
+@pytest.mark.parametrize("gang", ["lockstep", "independent"])
+async def test_a_rank_that_says_a_step_once_stops_no_lockstep_gang(gang: str) -> None:
+    """Each rank prints that it resumes at step 60, and only rank 0 prints the steps after that."""
+    resumed = tuple(Progress(rank=rank, steps=((0.0, 60),)) for rank in (1, 2, 3))
+    advances = Progress(rank=0, steps=((0.0, 60), *((0.2 * n, 60 + n) for n in range(1, 20))))
+    ends = Exit(exit_code=0, after=4.0)
+    fleet = stand(Script((*resumed, advances, ends)))
+    await fleet.launch()
+    # A limit that the user chose acts as written: no rank is looked at before.
+    limits = HangLimits.model_validate({"after": "2s", "at_most": "2s"})
+    report = await fleet.watch(hang=limits, in_lockstep=gang == "lockstep")
+    hangs = [event for event in report.events if isinstance(event, RanksHung)]
+    assert bool(hangs) == (gang == "independent")
+    if gang == "lockstep":
+        assert report.all_succeeded
+        assert any(isinstance(one, ProgressSeen) and one.step > 70 for one in report.events)
+
+
+async def test_a_gang_hangs_also_where_some_ranks_say_a_step_once() -> None:
+    resumed = tuple(Progress(rank=rank, steps=((0.0, 60),)) for rank in (1, 2, 3))
+    advances = Progress(rank=0, steps=((0.0, 60), *((0.2 * n, 60 + n) for n in range(1, 10))))
+    fleet = stand(Script((*resumed, advances)))
+    await fleet.launch()
+    report = await fleet.watch(hang=HangLimits.model_validate({"after": "1s"}))
+    hang = report.events[-1]
+    assert isinstance(hang, RanksHung)
+    assert "step 69 has not changed" in hang.reason
+
+
 async def test_progress_never_reported_or_unreadable_is_no_hang() -> None:
     script = Script((Progress(rank=0, unreadable="not a number"), Exit(exit_code=0, after=1.5)))
     fleet = stand(script)

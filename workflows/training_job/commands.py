@@ -269,6 +269,7 @@ async def watch(
             if nodes[0] == job.slots[0].node
             else (),
             judges=nodes[0] == job.slots[0].node,
+            in_lockstep=job.spec.gang == "lockstep",
             stragglers=job.policy.stragglers
             if len(list_slow(job)) < MAX_OF_GENERATION
             else StragglerLimits(action="off"),
