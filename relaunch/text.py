@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from itertools import pairwise
 
 NUMBERED = re.compile(r"(.*?)(\d+)", re.DOTALL)
@@ -52,6 +53,11 @@ def join_clauses(clauses: Sequence[str], most: int = 2) -> str:
 def count_noun(count: int, noun: str, plural: str = "") -> str:
     """Return a count with its noun: `1 node`, `2 nodes`; `plural` is for a noun that adds no s."""
     return f"{count} {noun if count == 1 else plural or f'{noun}s'}"
+
+
+def format_time(at: datetime) -> str:
+    """Return a moment for people who read it later: `2026-11-25 22:39 UTC`."""
+    return f"{at.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
 
 
 def mask_numbers(error: str) -> str:

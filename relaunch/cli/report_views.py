@@ -7,12 +7,12 @@ scripts: keys may be added, never renamed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from relaunch.job.accounts import Account
 from relaunch.job.report import PricedIncident, Report, format_span, summarize
-from relaunch.text import join_names
+from relaunch.text import format_time, join_names
 
 ACCOUNTS = {
     Account.PRODUCTIVE: "training that was kept",
@@ -256,4 +256,4 @@ def _iso(moment: datetime | None) -> str | None:
 
 
 def _day(written: str) -> str:
-    return f"{datetime.fromisoformat(written).astimezone(UTC):%Y-%m-%d %H:%M} UTC"
+    return format_time(datetime.fromisoformat(written))

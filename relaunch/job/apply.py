@@ -22,7 +22,7 @@ from relaunch.job.decide import (
     is_late,
 )
 from relaunch.job.diagnose import Fault, blame_lost_nodes
-from relaunch.job.drain import check_drain_answer, find_drain, format_time
+from relaunch.job.drain import check_drain_answer, find_drain
 from relaunch.job.events import (
     Answered,
     CancelRequested,
@@ -119,6 +119,7 @@ from relaunch.job.state import (
     Wait,
 )
 from relaunch.spec.policy import KEPT_TRIES, Policy
+from relaunch.text import format_time
 
 STARTUP = timedelta(minutes=1)
 """A program that ends by itself so soon has met an error of its code, its arguments or its files.
@@ -400,7 +401,7 @@ def _apply_drain_request(job: JobState, event: DrainRequested) -> JobState:
     if known == asked:
         return job
     job = replace(job, drains=(*(one for one in job.drains if one is not known), asked))
-    until = event.until.isoformat(timespec="minutes")
+    until = format_time(event.until)
     return _notice(
         job,
         f"{event.by or 'a person'} wants {event.node} by {until}"
@@ -424,8 +425,8 @@ def _apply_drain_answer(job: JobState, event: Answered, now: datetime) -> JobSta
 def _apply_grant(job: JobState, event: NodesAcquired, now: datetime) -> JobState:
     used = {slot.node for slot in event.slots}
     if event.fewer and len(event.slots) < len(job.slots):
-        moment = now.isoformat(timespec="minutes")
-        job = _notice(job, f"{moment} generation {job.generation} goes on with {event.fewer}")
+        moment = format_time(now)
+        job = _notice(job, f"{moment}: generation {job.generation} goes on with {event.fewer}")
     return replace(
         job,
         slots=event.slots,
@@ -474,10 +475,10 @@ def _apply_decision(
             if (
                 job.incident is None and job.launched_at is not None
             ):  # a launch for a fault is recorded in its incident
-                moment = now.isoformat(timespec="minutes")
+                moment = format_time(now)
                 how = f", {decision.strategy}" if decision.strategy is not None else ""
                 text = f"generation {decision.generation}{how}: {decision.reason}"
-                job = _notice(job, f"{moment} {text}")
+                job = _notice(job, f"{moment}: {text}")
             return replace(
                 job,
                 generation=decision.generation,

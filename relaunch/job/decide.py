@@ -24,7 +24,6 @@ from relaunch.job.drain import (
     drains_at_checkpoint,
     explain_drain,
     find_drain,
-    format_time,
 )
 from relaunch.job.events import (
     Answered,
@@ -83,7 +82,7 @@ from relaunch.job.state import (
     Wait,
 )
 from relaunch.spec.policy import Strategy
-from relaunch.text import count_noun, join_names
+from relaunch.text import count_noun, format_time, join_names
 
 CANCELLED_EXIT_CODE = 130
 """128 + SIGINT, what a shell reports for a command that Ctrl-C ended."""

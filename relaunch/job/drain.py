@@ -8,7 +8,7 @@ from __future__ import annotations
 from datetime import datetime
 
 from relaunch.job.state import JobState, NodeDrain, Phase
-from relaunch.text import count_noun
+from relaunch.text import count_noun, format_time
 
 NAMED = 4
 """Maximum number of nodes to leave that are named: the text is one line even for a whole rack."""
@@ -79,7 +79,3 @@ def _describe_drain(job: str, one: NodeDrain) -> str:
         return f"{wants}; {one.denied}; it leaves then ({approve})"
     deny = f"`answer {job} deny --node {one.node}`: not before {one.until:%H:%M}"
     return f"{wants}; it leaves at the next checkpoint ({approve}; {deny})"
-
-
-def format_time(at: datetime) -> str:
-    return f"{at:%Y-%m-%d %H:%M} UTC"

@@ -23,7 +23,7 @@ from relaunch.pool.messages import Permit, PermitRequest
 from relaunch.pool.nodes import add_notice, find_node, is_awaiting, is_out, mark_repair, put_node
 from relaunch.pool.restore import is_restoring
 from relaunch.pool.state import Breaker, FleetState, NodeRecord, NodeStatus, PermitRecord
-from relaunch.text import join_names
+from relaunch.text import format_time, join_names
 
 REBOOT_WINDOW = timedelta(hours=1)
 """The window over which `reboots_per_hour` counts."""
@@ -162,8 +162,8 @@ def pause_repairs(state: FleetState, fact: PauseCommand, now: datetime) -> Fleet
 def resume_repairs(state: FleetState, fact: ResumeCommand, now: datetime) -> FleetState:
     by, reason = text(fact.by, 80) or "a person", text(fact.reason) or "no reason given"
     for request in state.requests:
-        at = request.asked_at.isoformat(timespec="minutes")
-        resumed = now.isoformat(timespec="minutes")
+        at = format_time(request.asked_at)
+        resumed = format_time(now)
         said = f"it was asked at {at}, before {by} resumed repairs at {resumed}; ask again"
         state = _give_answer(state, request, False, said, stale=True)
     out = sum(is_out(node) and not node.is_removed for node in state.nodes)

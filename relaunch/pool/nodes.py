@@ -27,7 +27,7 @@ from relaunch.pool.events import (
 from relaunch.pool.messages import DrainRequest, Healing
 from relaunch.pool.state import FleetState, LiveGeneration, NodeProbe, NodeRecord, NodeStatus
 from relaunch.pool.status import put_in_service, quarantine, set_status
-from relaunch.text import count_noun
+from relaunch.text import count_noun, format_time
 
 FLEET_FILE = "fleet file"
 """The `by` of a quarantine of a node that the file no longer names."""
@@ -46,9 +46,7 @@ MAX_MOVES_NAMED = 4
 def add_notice(state: FleetState, notice: str, now: datetime) -> FleetState:
     return replace(
         state,
-        notices=(*state.notices, f"{now.isoformat(timespec='minutes')} {text(notice)}")[
-            -MAX_NOTICES:
-        ],
+        notices=(*state.notices, f"{format_time(now)}: {text(notice)}")[-MAX_NOTICES:],
     )
 
 
@@ -402,7 +400,7 @@ def quarantine_node(state: FleetState, fact: QuarantineCommand, now: datetime) -
     record = replace(
         record, drain=drain, asked_jobs=record.asked_jobs if drain in (None, record.drain) else ()
     )
-    how = "" if drain is None else f", to be left by {drain.until.isoformat(timespec='minutes')}"
+    how = "" if drain is None else f", to be left by {format_time(drain.until)}"
     return add_notice(
         put_node(state, quarantine(record, by, reason, now)),
         f"{by} quarantined {record.name}{how}: {reason}",

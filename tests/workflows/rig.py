@@ -415,6 +415,7 @@ async def rig(
     name: str = "default",
     limits: dict[str, Any] | None = None,
     notify: list[dict[str, Any]] | None = None,
+    is_patched: bool = False,
 ) -> AsyncIterator[Rig]:
     spec = fleet(nodes, spares, gpus, repairs, name, limits=limits or {}, notify=notify or [])
     backend = SimulatedBackend(spec, script, clock)
@@ -437,7 +438,8 @@ async def rig(
     await replay(
         *made.fleet_histories,
         *[history for job in made.jobs for history in await job.runs()],
-        is_sandboxed=MAX_CACHED == 0,
+        # A sandbox imports the workflows again, without what a test has patched in them.
+        is_sandboxed=MAX_CACHED == 0 and not is_patched,
     )
     if two_controllers:
         # Another controller has launched higher tokens of the job before, so that ours are older

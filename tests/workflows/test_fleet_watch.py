@@ -33,7 +33,8 @@ def make(
     make_rig: MakeRig, script: Script | None = None, **options: Any
 ) -> AbstractAsyncContextManager[Rig]:
     """Return a rig whose fleet has a unique name: the server outlives the test."""
-    return make_rig(script or Script(then="run"), name=f"f-{uuid.uuid4().hex[:8]}", **options)
+    name = f"f-{uuid.uuid4().hex[:8]}"
+    return make_rig(script or Script(then="run"), name=name, is_patched=True, **options)
 
 
 async def events_of(rig: Rig) -> list[str]:

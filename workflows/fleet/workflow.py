@@ -129,10 +129,10 @@ class Fleet:
                 self._ask(FIND, self._find_jobs)
             if self._state.nodes and is_restoring(self._state, workflow.now()):
                 self._ask(REMEMBER, self._remember)
+            self._keep_watching()  # first: a watch makes a check unnecessary
             if (due := self._check_due()) is not None and due <= workflow.now():
                 self._checked_at, self._check_asked = workflow.now(), False
                 self._ask(CHECK, self._check)
-            self._keep_watching()
             if self._is_news():
                 if (
                     self._state.is_file_read

@@ -16,7 +16,7 @@ with workflow.unsafe.imports_passed_through():
 
     from relaunch.fields import duration
     from relaunch.job.decide import check_answer, describe_approval
-    from relaunch.job.drain import describe_next, find_drain, format_time
+    from relaunch.job.drain import describe_next, find_drain
     from relaunch.job.events import Event, MessageRejected, NodesOffered, PolicyChanged
     from relaunch.job.state import JobState, Phase
     from relaunch.messages.jobs import (
@@ -34,6 +34,7 @@ with workflow.unsafe.imports_passed_through():
         retry_event,
     )
     from relaunch.spec.policy import Policy
+    from relaunch.text import format_time
     from relaunch.workflows.training_job.claims import Claims
     from relaunch.workflows.training_job.session import Session
     from relaunch.workflows.training_job.watches import Watches
