@@ -119,7 +119,7 @@ def test_a_pause_stops_repairs_and_permits_and_nothing_else(snapshot: SnapshotAs
     desk.go(ResumeCommand("", ""))
     assert desk.of(RepairRequest) == [RepairRequest("n4", "failed on n4")]
     assert not desk.state.breaker.paused
-    assert [notice.split(" ", 1)[1] for notice in desk.state.notices] == snapshot
+    assert [notice.split(": ", 1)[1] for notice in desk.state.notices] == snapshot
 
 
 @pytest.mark.parametrize("open_it", [True, False])

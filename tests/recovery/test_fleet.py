@@ -877,7 +877,7 @@ def test_commands_on_absent_nodes_and_bad_messages_are_noted(snapshot: SnapshotA
         ReleaseCommand("n9", "", "grace"),
         MalformedMessage("claim", "no job"),
     )
-    assert [notice.split(" ", 1)[1] for notice in desk.state.notices] == snapshot
+    assert [notice.split(": ", 1)[1] for notice in desk.state.notices] == snapshot
     for _ in range(60):
         desk.learn(MalformedMessage("claim", "no job"))
     assert len(desk.state.notices) == 50

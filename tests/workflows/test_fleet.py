@@ -194,7 +194,7 @@ async def test_a_quarantine_outlives_the_termination_of_its_fleet(
         ]
         assert "cooling" in state.breaker.paused
         said = "remembers 2 nodes out of service and a pause of repairs from the run before"
-        assert [notice.split(" ", 1)[1] for notice in state.notices] == [said]
+        assert [notice.split(": ", 1)[1] for notice in state.notices] == [said]
 
 
 async def test_a_fleet_after_runs_of_other_workers_begins_empty(
