@@ -328,9 +328,9 @@ async def test_an_empty_signal_means_defaults_and_one_payload_counts(
         await job.until_phase(Phase.RUNNING, 1)
         await job.handle.signal("force_retry", args=sent)
         state = await job.until_phase(Phase.RUNNING, 2)
-        assert [notice.split(": ")[1] for notice in state.notices] == [
-            "generation 2"
-        ], "nothing was not understood"
+        assert [notice.split(": ")[1] for notice in state.notices] == ["generation 2"], (
+            "nothing was not understood"
+        )
         await job.handle.signal("cancel", args=sent)
         await is_cancelled(rig, job)
 
