@@ -356,6 +356,7 @@ def make_worker(
             fleet.tell_fleet,
             people.tell_people,
             people.deliver_notices,
+            people.send_test,
             logs.read_logs,
             logs.read_stacks,
             logs.read_checkpoints,
