@@ -10,6 +10,7 @@ import pytest
 
 from relaunch.activities.channels import SIGNATURE, sign
 from relaunch.cli import channel_test
+from relaunch.cli.worker_status import read_statuses
 from relaunch.config import ConfigError
 from relaunch.messages.ids import NOTIFIER_ID_PREFIX
 from relaunch.spec.policy import resolve
@@ -110,6 +111,18 @@ async def test_a_test_message_goes_from_the_worker_to_every_channel(
             assert "it answered 404" in said and "the worker's environment has no NO_" in said
             assert WRONG not in said
             assert len(received.requests) == 2, "one message a test"
+            world.fleet_file.write_text(f"{text}notify: [{{webhook: nowhere}}]\n")
+            last = await channel_test.send(world.client, QUEUE, FLEET)
+            assert len(last.results) == 4, "by the last good content"
+            code, said = await world.run_starter("doctor")
+            line = text.count("\n") + 1
+            assert code == 1 and f"{world.fleet_file}:{line}: notify.0.webhook" in said
+            assert f"fleet {FLEET} is served by its last good content" in said
+            world.fleet_file.write_text(text)
+            with pytest.raises(ConfigError, match="has no channel"):
+                await channel_test.send(world.client, QUEUE, FLEET)
+            (status,) = await read_statuses(world.client, QUEUE)
+            assert status.unusable_files == () and status.worker == shown["worker"]
         runs = [one async for one in world.client.list_workflows("WorkflowType = 'Notifier'")]
         assert runs == [], "a test is no matter"
         await world.worker.end()
