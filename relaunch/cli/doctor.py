@@ -71,8 +71,8 @@ async def examine_service(client: Client, task_queue: str) -> list[Check]:
     # Also where no worker was heard yet: one says that it is there 10 s after its start.
     workers = await read_statuses(client, task_queue)
     if workers or any(build.has_worker(now) for build in builds.known):
-        found += _examine_files(workers)
-        found += _examine_heartbeats(workers, {one.id for one in running})
+        found += examine_files(workers)
+        found += examine_heartbeats(workers, {one.id for one in running})
     if not any(tasks):
         found.append(Check("workflows", f"{len(running)} run, and none of their tasks fails"))
     return found
@@ -147,7 +147,7 @@ async def _examine_channels(client: Client, notifier: str) -> list[Check]:
     ]
 
 
-def _examine_files(workers: list[WorkerStatus]) -> list[Check]:
+def examine_files(workers: list[WorkerStatus]) -> list[Check]:
     """Return a check for each fleet file that a worker cannot use, and one if all can be used."""
     if not workers:
         return [Check("fleet files", "no worker says whether it can use them")]
@@ -174,7 +174,7 @@ def _examine_files(workers: list[WorkerStatus]) -> list[Check]:
     return found
 
 
-def _examine_heartbeats(workers: list[WorkerStatus], running: set[str]) -> list[Check]:
+def examine_heartbeats(workers: list[WorkerStatus], running: set[str]) -> list[Check]:
     """Return a check for each dead man's switch, whether it is requested or not."""
     found = []
     for fleet in sorted({one.fleet for worker in workers for one in worker.heartbeats}):
