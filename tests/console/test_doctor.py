@@ -70,7 +70,7 @@ async def test_a_server_without_such_activities_asks_no_worker() -> None:
         await ask(Server(RPCError("away", RPCStatusCode.UNAVAILABLE, b"")))
 
 
-def test_files_are_named_once_with_all_workers_that_cannot_use_them() -> None:
+def test_files_are_named_once_with_the_workers_concerned() -> None:
     wrong = (UnusableFile(REASON, "lab"),)
     (served,) = examine_files([WorkerStatus("1@a", wrong), WorkerStatus("1@b", wrong)])
     assert served.text.startswith(f"{REASON}; fleet lab is served by its last good content")

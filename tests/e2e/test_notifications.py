@@ -65,6 +65,7 @@ async def test_a_failed_job_reaches_a_webhook_and_doctor_names_others(
             assert WRONG not in history and "k3y" not in history
 
 
+@pytest.mark.long
 async def test_a_test_message_goes_from_the_worker_to_every_channel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
