@@ -518,6 +518,47 @@ def test_channels_of_one_name_are_numbered() -> None:
     assert list(name_channels(written).values()) == list(written)
 
 
+# --- a dead man's switch --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("written", "where", "expected"),
+    [
+        (HOOK, "heartbeat", "expected {url: …, every: 5m}"),
+        ({"url": "s3cret"}, "heartbeat.url", "expected a URL, {file: PATH} or {env: NAME}"),
+        ({"url": {"path": "s3cret"}}, "heartbeat.url", "{file: PATH} or {env: NAME}"),
+        ({"url": "ftp://h/s3cret"}, "heartbeat.url", "expected http:// or https://"),
+        ({"url": "https://h:0/s3cret"}, "heartbeat.url", "and a host"),
+        ({"url": HOOK, "every": "9s"}, "heartbeat.every", "9 s is too often: expected 10s or more"),
+    ],
+)
+def test_an_impossible_switch_is_refused_without_its_address(
+    written: Any, where: str, expected: str
+) -> None:
+    with pytest.raises(ValidationError) as error:
+        FleetSpec.model_validate({**FLEET, "heartbeat": written})
+    at, sentence = refusal(error)
+    assert at == where and expected in sentence and "s3cret" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        (HOOK, "hooks.example.com"),
+        ({"file": "/etc/ping"}, "/etc/ping"),
+        ({"env": "PING"}, "PING"),
+    ],
+)
+def test_a_switch_is_named_without_what_may_be_secret(url: Any, name: str) -> None:
+    switch = FleetSpec.model_validate({**FLEET, "heartbeat": {"url": url}}).heartbeat
+    assert switch is not None and switch.every == timedelta(minutes=5)
+    assert switch.name == name and "s3cret" not in repr(switch)
+    often = FleetSpec.model_validate({**FLEET, "heartbeat": {"url": url, "every": "10s"}})
+    assert often.heartbeat is not None and often.heartbeat.every == timedelta(seconds=10)
+    assert FleetSpec.model_validate({**FLEET, "heartbeat": switch}).heartbeat == switch
+    assert FleetSpec.model_validate({**FLEET, "heartbeat": None}).heartbeat is None
+
+
 # --- ssh ------------------------------------------------------------------------------------------
 
 
