@@ -111,9 +111,18 @@ class Lead:
     """In how many heartbeat intervals it has advanced."""
     moved_at: float = -math.inf
     """When that was counted last, by CLOCK_MONOTONIC."""
+    changed_at: datetime | None = None
+    """When the counter of any rank changed last."""
 
-    def note(self, position: int, interval: float) -> None:
-        """Note how far a rank has come; `interval` is that of heartbeats in seconds."""
+    def note(self, position: int, at: datetime, interval: float) -> None:
+        """Note that the counter of a rank has changed, and how far the rank has come.
+
+        Args:
+            position: How far.
+            at: When its counter changed.
+            interval: The interval of heartbeats in seconds.
+        """
+        self.changed_at = at if self.changed_at is None else max(self.changed_at, at)
         if self.position is not None and position <= self.position:
             return
         self.position = position
@@ -207,7 +216,11 @@ class WatchedShard:
                 RankExited(node, rank, 0, 0, None, datetime.now(UTC)) for rank in ranks
             ]
         self._lead = Lead()
+        self._counted: frozenset[int] = frozenset()
+        """The ranks by which the pace was updated last."""
         self._looks = HangLooks(input)
+        self._advanced = self._advance_mark
+        """`_advance_mark` when the looks were cleared last."""
         self._step_times = StepTimes(
             input.stragglers, input.timeouts.heartbeat.total_seconds(), time.monotonic()
         )
@@ -368,7 +381,8 @@ class WatchedShard:
                 self._pace = replace(self._pace, restarts=True)
             counter = update_counter(known, step)
             if before is None or known != counter:
-                self._lead.note(counter.position, self.input.timeouts.heartbeat.total_seconds())
+                heartbeat = self.input.timeouts.heartbeat.total_seconds()
+                self._lead.note(counter.position, at, heartbeat)
                 moves = self._lead.moves
             else:
                 moves = before.lead_moves
@@ -391,42 +405,66 @@ class WatchedShard:
 
         The time is that of the last rank to reach it; the phase is that of one of the ranks.
         """
-        living = [
-            value
+        living = {
+            rank: value
             for view in self._nodes.values()
             # A node without a recent heartbeat is silent, not slow: its last report says nothing
             # about now.
             if not self._is_stale(view)
             for rank, value in view.steps.items()
             if rank not in view.exited and not self._all_exited(view)
-        ]
+        }
         if not living:
             return
-        phase = next((value.phase for value in living if value.phase), None)
-        living = self._leave_out_rare(living)
-        position = min(value.counter.position for value in living)
+        phase = next((value.phase for value in living.values() if value.phase), None)
+        counted = living.keys() - self._find_rare(living)
+        kept = [living[rank] for rank in counted]
+        position = min(value.counter.position for value in kept)
         before = self._pace.position
+        if counted != self._counted and before is not None and before < position:
+            # The step may have been that of a rank which counts no more, and be long ago.
+            self._pace = replace(self._pace, advanced_at=None)
+        self._counted = frozenset(counted)
         self._pace = advance(
             self._pace,
-            min(value.counter.step for value in living),
-            max(value.at for value in living if value.counter.position == position),
+            min(value.counter.step for value in kept),
+            max(value.at for value in kept if value.counter.position == position),
             phase,
             position,
         )
-        if self._pace.position != before:
+        if self._advance_mark != self._advanced:
+            self._advanced = self._advance_mark
             self._looks.clear()
 
-    def _leave_out_rare(self, living: list[RankStep]) -> list[RankStep]:
-        """Leave out ranks that do not report each step.
+    @property
+    def _advance_mark(self) -> tuple[int | None, datetime | None]:
+        """What changes when training advances."""
+        return self._pace.position, self._lead.changed_at if self.input.in_lockstep else None
+
+    def _find_rare(self, ranks: Mapping[int, RankStep]) -> frozenset[int]:
+        """Return ranks that do not report each step.
 
         One that prints `resumed at step 60`, and nothing more, says nothing about training. In
         lockstep no rank goes on without the others, so one that others have left behind for two
         heartbeats does not hold them up.
         """
         if not self.input.in_lockstep:
-            return living
+            return frozenset()
         oldest = self._lead.moves - RARE_MOVES
-        return [value for value in living if value.lead_moves > oldest] or living
+        rare = frozenset(rank for rank, value in ranks.items() if value.lead_moves <= oldest)
+        return frozenset() if len(rare) == len(ranks) else rare
+
+    def _judged_pace(self) -> Pace:
+        """Return the pace by which training counts as late, or as hung.
+
+        In lockstep an advance of any rank is one of all. That some rank is left behind shows only
+        after two heartbeats, and until then its last step may be long ago: the watch may be new, or
+        a step may take longer than half of the limit.
+        """
+        pace, changed = self._pace, self._lead.changed_at
+        if not self.input.in_lockstep or pace.advanced_at is None or changed is None:
+            return pace
+        return replace(pace, advanced_at=max(pace.advanced_at, changed))
 
     def _find_checkpoint(self) -> int | None:
         """Return the newest checkpoint that is finished by all ranks that report theirs.
@@ -691,15 +729,19 @@ class WatchedShard:
         now = datetime.now(UTC)
         if all(self._is_stale(view) for view in self._nodes.values()):
             return None  # if no node is heard, none can be judged as hung
-        positions = {
-            rank: value.counter.position
+        steps = {
+            rank: value
             for view in self._nodes.values()
             for rank, value in view.steps.items()
             if rank not in view.exited
         }
+        rare = self._find_rare(steps)
+        positions = {
+            rank: value.counter.position for rank, value in steps.items() if rank not in rare
+        }
         overdue = self._find_overdue(now)
         expected, silent = self._list_expected()
-        hang = self._looks.judge(self._pace, overdue, expected, silent, positions, now)
+        hang = self._looks.judge(self._judged_pace(), overdue, expected, silent, positions, now)
         if hang is None:
             return None
         slowest = sorted(positions, key=lambda rank: (positions[rank], rank))
@@ -725,10 +767,10 @@ class WatchedShard:
         return tuple(found[:MAX_NAMED])
 
     def _find_overdue(self, now: datetime) -> Overdue | None:
-        finished = self._first_success
-        return find_overdue(self._pace, self.input.hang, now) or find_late_exit(
+        finished, pace = self._first_success, self._judged_pace()
+        return find_overdue(pace, self.input.hang, now) or find_late_exit(
             None if finished is None else timedelta(seconds=time.monotonic() - finished),
-            self._pace,
+            pace,
             self.input.timeouts.exit_barrier,
             now,
         )
@@ -772,13 +814,13 @@ class WatchedShard:
             now = datetime.now(UTC)
             overdue = self._find_overdue(now)
             is_watched = self._first_stamps.is_set() and not self.input.hang_known
-            if not is_watched or not self._looks.are_wanted(self._pace, overdue, now):
+            if not is_watched or not self._looks.are_wanted(self._judged_pace(), overdue, now):
                 await asyncio.sleep(self._tick)
                 continue
-            begun, advanced = time.monotonic(), self._pace.position
+            begun, advanced = time.monotonic(), self._advance_mark
             framed = self._looks.needs_frames(overdue)
             looks = await read_looks(reach, self.input.token, self._list_ranks(), framed=framed)
-            if self._pace.position == advanced:
+            if self._advance_mark == advanced:
                 self._looks.add(looks, begun, framed=framed)
                 self._news.set()
             until = begun + self._looks.interval

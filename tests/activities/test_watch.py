@@ -386,13 +386,23 @@ async def test_a_flat_step_is_a_hang_and_names_the_slowest_ranks() -> None:
     assert "has not changed" in hang.reason
 
 
-@pytest.mark.parametrize("gang", ["lockstep", "independent"])
-async def test_a_rank_that_says_a_step_once_stops_no_lockstep_gang(gang: str) -> None:
-    """Each rank prints that it resumes at step 60, and only rank 0 prints the steps after that."""
-    resumed = tuple(Progress(rank=rank, steps=((0.0, 60),)) for rank in (1, 2, 3))
-    advances = Progress(rank=0, steps=((0.0, 60), *((0.2 * n, 60 + n) for n in range(1, 20))))
-    ends = Exit(exit_code=0, after=4.0)
-    fleet = stand(Script((*resumed, advances, ends)))
+RESUMED = tuple(Progress(rank=rank, steps=((0.0, 60),)) for rank in (1, 2, 3))
+"""Each rank prints that it resumes at step 60, and only rank 0 prints the steps after that."""
+
+
+@pytest.mark.parametrize(
+    ("gang", "step_s"),
+    [
+        ("independent", 0.2),
+        ("lockstep", 0.2),
+        pytest.param("lockstep", 1.2, id="two steps take longer than the limit"),
+    ],
+)
+async def test_a_rank_that_says_a_step_once_stops_no_lockstep_gang(
+    gang: str, step_s: float
+) -> None:
+    steps = tuple((step_s * n, 60 + n) for n in range(round(4.0 / step_s)))
+    fleet = stand(Script((*RESUMED, Progress(rank=0, steps=steps), Exit(exit_code=0, after=4.0))))
     await fleet.launch()
     # A limit that the user chose acts as written: no rank is looked at before.
     limits = HangLimits.model_validate({"after": "2s", "at_most": "2s"})
@@ -401,13 +411,44 @@ async def test_a_rank_that_says_a_step_once_stops_no_lockstep_gang(gang: str) ->
     assert bool(hangs) == (gang == "independent")
     if gang == "lockstep":
         assert report.all_succeeded
-        assert any(isinstance(one, ProgressSeen) and one.step > 70 for one in report.events)
+
+
+async def test_a_new_watch_takes_a_step_said_once_long_ago_for_no_hang() -> None:
+    steps = tuple((0.2 * n, 60 + n) for n in range(28))
+    fleet = stand(Script((*RESUMED, Progress(rank=0, steps=steps), Exit(exit_code=0, after=5.6))))
+    await fleet.launch()
+    limits = HangLimits.model_validate({"after": "2s", "first_step": "2s", "at_most": "2s"})
+    report = await fleet.watch(hang=limits, report_at_step=73)
+    assert isinstance(report.events[-1], StepReached)
+    report = await fleet.watch(hang=limits, after_seq=report.after_seq)
+    assert report.all_succeeded, report
+    assert any(isinstance(one, ProgressSeen) and one.step > 73 for one in report.events)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_step_said_once_is_no_interval_to_learn_from(answers: bool) -> None:
+    fleet = stand(ranks=1)
+    gang = WatchedShard(fleet.watch_input(), Pace(ago(3600.0), expected=True))
+
+    def hear(node: str, rank: int, step: int, age: float) -> None:
+        progress = {str(rank): {"step": step, "age": age}}
+        line = {"heartbeat": {"stamp": 1.0, "alive": [], "lease_left": 1.0, "progress": progress}}
+        gang.process_line(node, line)
+
+    hear("n2", 1, 60, 3000.0)
+    for step in range(2000, 2006):
+        hear("n1", 0, step, 0.0)
+        if answers:
+            hear("n2", 1, 60, 3000.0)
+        time.sleep(fleet.watch_input().timeouts.heartbeat.total_seconds())
+    pace = gang.heartbeat().pace
+    assert pace.step == 2005
+    assert 0 < len(pace.intervals) < 5 and max(pace.intervals) < 100.0
 
 
 async def test_a_gang_hangs_also_where_some_ranks_say_a_step_once() -> None:
-    resumed = tuple(Progress(rank=rank, steps=((0.0, 60),)) for rank in (1, 2, 3))
     advances = Progress(rank=0, steps=((0.0, 60), *((0.2 * n, 60 + n) for n in range(1, 10))))
-    fleet = stand(Script((*resumed, advances)))
+    fleet = stand(Script((*RESUMED, advances)))
     await fleet.launch()
     report = await fleet.watch(hang=HangLimits.model_validate({"after": "1s"}))
     hang = report.events[-1]
