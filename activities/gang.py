@@ -63,7 +63,7 @@ CASCADE_GATHER_TIMEOUT_S = 5.0
 """Seconds to wait for a root cause when only secondary failures have arrived. The rank that failed
 may still be writing its traceback, and an interpreter that holds GPUs then takes seconds to end. On
 a slow machine, with one second, a peer's broken connection, on another node, was reported as the
-cause."""
+cause. A node that answers later than that has as long again (`_find_gather_end`)."""
 STALE_AFTER_BEATS = 1.5
 """Heartbeat intervals without news after which a node's progress counts as unknown."""
 MAX_OBSERVATIONS = 16
@@ -154,6 +154,11 @@ class NodeView:
     """The newest heartbeat stamp from which the lease was not renewed yet."""
     stamped_at: float = 0.0
     """When `stamp` was received, by `read_boot_clock`."""
+    answered_at: float = field(default_factory=time.monotonic)
+    """When what it had said of its ranks was complete last, by CLOCK_MONOTONIC; at first, when the
+    watch began."""
+    late_at: float = -math.inf
+    """When it answered after a silence that was longer than between heartbeats."""
     seq: int = 0
     steps: dict[int, RankStep] = field(default_factory=dict)
     checkpoints: dict[int, int] = field(default_factory=dict)
@@ -189,6 +194,8 @@ class WatchedShard:
         self._faults: list[tuple[Observation, bool]] = []
         """Faults, each with whether it may be the root cause. That is judged once, because
         thousands come together."""
+        self._fault_at = math.inf
+        """When the first of them was seen, by CLOCK_MONOTONIC."""
         self._returned: list[str] = []
         self._not_renewed = frozenset(input.lost)
         """Nodes that the job counts as lost. It may decide at any moment to go on without them,
@@ -237,9 +244,13 @@ class WatchedShard:
         return self.input.token.generation
 
     @property
+    def _heartbeat_s(self) -> float:
+        return self.input.timeouts.heartbeat.total_seconds()
+
+    @property
     def _tick(self) -> float:
         """Seconds after which time limits are checked without news."""
-        return max(0.05, min(1.0, self.input.timeouts.heartbeat.total_seconds() / 4))
+        return max(0.05, min(1.0, self._heartbeat_s / 4))
 
     # --- facts in
 
@@ -265,6 +276,15 @@ class WatchedShard:
         if view.misbehaves and view.good_beats < MIN_GOOD_BEATS:
             return
         view.misbehaves, view.silent_since = False, None
+        if not view.is_stalled:
+            answered, now = view.answered_at, time.monotonic()
+            view.answered_at = now
+            is_late = now - answered > STALE_AFTER_BEATS * self._heartbeat_s
+            # Of the answers since a fault the first one counts: on a busy machine all may be late.
+            if is_late and answered < self._fault_at:
+                view.late_at = now
+            if self._faults:
+                self._news.set()
         if view.reported_lost:
             view.reported_lost = view.reported_elsewhere = False
             self._returned.append(node)
@@ -331,9 +351,9 @@ class WatchedShard:
                 node, (one.rank for one in observations if isinstance(one, RankExited))
             )
             view.seq = seq
-            self._note_answer(node)
             for observation in observations:
                 self.add_observation(node, observation)
+            self._note_answer(node)
         elif "end" in line:
             self._note_answer(node)
 
@@ -361,6 +381,7 @@ class WatchedShard:
                 self._first_success = self._first_success or time.monotonic()
                 self._news.set()
                 return
+        self._fault_at = min(self._fault_at, time.monotonic())
         self._faults.append((observation, is_root(observation)))
         self._news.set()
 
@@ -381,8 +402,7 @@ class WatchedShard:
                 self._pace = replace(self._pace, restarts=True)
             counter = update_counter(known, step)
             if before is None or known != counter:
-                heartbeat = self.input.timeouts.heartbeat.total_seconds()
-                self._lead.note(counter.position, at, heartbeat)
+                self._lead.note(counter.position, at, self._heartbeat_s)
                 moves = self._lead.moves
             else:
                 moves = before.lead_moves
@@ -604,14 +624,35 @@ class WatchedShard:
 
     async def _gather(self) -> None:
         await asyncio.sleep(GATHER_DELAY_S)
-        until = time.monotonic() + CASCADE_GATHER_TIMEOUT_S + self.exit_delay
-        while self._may_have_later_root() and time.monotonic() < until:
+        while self._may_have_later_root():
+            left = self._find_gather_end() - time.monotonic()
+            if left <= 0.0:
+                return
             self._news.clear()
             try:
-                async with asyncio.timeout(max(0.0, until - time.monotonic())):
+                async with asyncio.timeout(left):
                     await self._news.wait()
             except TimeoutError:
-                return
+                continue
+
+    def _find_gather_end(self) -> float:
+        """Return until when a root cause may still come, by CLOCK_MONOTONIC.
+
+        A node that has not answered since the fault may be slow, and have the root: it is waited
+        for, but no longer than a lease, before which its ranks cannot be replaced anyway. One whose
+        first answer was late may need some seconds more for the exits.
+        """
+        wait = CASCADE_GATHER_TIMEOUT_S + self.exit_delay
+        limit = min(self.input.timeouts.lease, self.input.timeouts.lost_after).total_seconds()
+        ends = [self._fault_at + wait]
+        for view in self._nodes.values():
+            if self._all_exited(view) or view.reported_lost:
+                continue
+            if view.answered_at < self._fault_at:
+                ends.append(view.answered_at + limit)
+            elif view.late_at >= self._fault_at:
+                ends.append(view.late_at + wait)
+        return max(ends)
 
     def _may_have_later_root(self) -> bool:
         """Return whether only secondary failures have arrived, and another rank may be the root."""

@@ -176,6 +176,59 @@ async def test_s1_3_echoes_wait_for_a_root_that_is_reported_late(
     assert isinstance(root, RankExited) and root.rank == 3
 
 
+async def test_echoes_wait_for_a_node_that_has_not_answered_since(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The failed rank's node is slow: whatever it reports comes 2 s later."""
+    monkeypatch.setattr(relaunch.activities.gang, "CASCADE_GATHER_TIMEOUT_S", 0.5)
+    fleet = stand(
+        Script(
+            (
+                Cut(node="n2", after=0.5, lasts=2.0),
+                Exit(rank=3, exit_code=1, after=0.6, error=error_file("boom")),
+                Exit(rank=0, exit_code=1, after=0.6, log_tail=CASCADE),
+            )
+        ),
+        timeouts={"lease": "60s", "lost_after": "60s"},
+    )
+    await fleet.launch()
+    fault = (await fleet.watch()).events[-1]
+    assert isinstance(fault, FaultObserved)
+    assert [is_root(one) for one in fault.observations] == [True, False, False, False]
+    first = fault.observations[0]
+    assert isinstance(first, RankExited) and first.rank == 3
+
+
+@pytest.mark.parametrize("limit", ["lease", "lost_after"])
+async def test_echoes_wait_for_a_lost_node_no_longer_than_is_safe(
+    limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relaunch.activities.gang, "CASCADE_GATHER_TIMEOUT_S", 0.1)
+    cut = Cut(node="n2", after=0.2)
+    echo = Exit(rank=0, exit_code=1, after=0.6, log_tail=CASCADE)
+    fleet = stand(Script((cut, echo)), timeouts={"lease": "1h", "lost_after": "1h", limit: "2s"})
+    await fleet.launch()
+    began = time.monotonic()
+    fault = (await fleet.watch()).events[-1]
+    assert time.monotonic() - began >= 2.0
+    assert isinstance(fault, FaultObserved)
+    assert [node for node, _ in fault.silent] == ["n2"]
+
+
+async def test_echoes_wait_for_no_node_that_is_known_to_be_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(relaunch.activities.gang, "CASCADE_GATHER_TIMEOUT_S", 0.1)
+    echo = Exit(rank=0, exit_code=1, after=0.6, log_tail=CASCADE)
+    fleet = stand(
+        Script((Cut(node="n2", after=0.2), echo)), timeouts={"lease": "1h", "lost_after": "1h"}
+    )
+    await fleet.launch()
+    await asyncio.sleep(0.5)
+    fault = (await fleet.watch(lost=("n2",))).events[-1]
+    assert isinstance(fault, FaultObserved)
+
+
 async def test_echoes_of_all_ranks_wait_for_no_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relaunch.activities.gang, "CASCADE_GATHER_TIMEOUT_S", 3600.0)
     fleet = stand(Script((Exit(exit_code=1, log_tail=CASCADE),)))

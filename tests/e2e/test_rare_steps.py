@@ -25,8 +25,8 @@ def all_reduce(step):
     with open(f"{folder}/{rank}.part", "w") as file:
         file.write(str(step))
     os.rename(f"{folder}/{rank}.part", f"{folder}/{rank}")
-    for other in range(world):
-        while not os.path.exists(f"{folder}/{other}") or int(open(f"{folder}/{other}").read()) < step:
+    for other in (f"{folder}/{number}" for number in range(world)):
+        while not os.path.exists(other) or int(open(other).read()) < step:
             time.sleep(0.05)
 
 def wait_for_data():
