@@ -138,7 +138,7 @@ def kill_while_creating(database: Path) -> None:
         database.unlink()  # it was faster
 
 
-def test_a_server_killed_while_it_creates_its_tables_starts_again(tmp_path: Path) -> None:
+def test_a_server_killed_while_it_creates_tables_starts_again(tmp_path: Path) -> None:
     state = tmp_path / ".relaunch"
     state.mkdir(mode=0o700)
     kill_while_creating(state / DATABASE)
