@@ -104,7 +104,7 @@ async def test_a_launch_cancelled_half_way_says_where_ranks_may_live() -> None:
     prepared = [call for call in fleet.backend.calls if call.command == "prepare"]
     await eventually(lambda: len(fleet.backend.calls) > len(prepared) + 2, "under way")
     running.cancel(ActivityCancellationDetails(cancel_requested=True))
-    answer = await asyncio.wait_for(launching, 5)
+    answer = await asyncio.wait_for(launching, 200)
     assert (answer.start_sent, answer.places) == (True, places[0].by_node)
 
 
