@@ -1,4 +1,5 @@
-"""Sends one message to one channel: a webhook, or an address of the library `apprise`.
+"""Sends one message to one channel: a webhook, or an address of the library `apprise`. Requests the
+URL of a dead man's switch.
 
 Secrets and addresses are read here, on the worker, each time. No error repeats them.
 """
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from relaunch.spec.fleet import Channel, check_webhook
+from relaunch.spec.fleet import Channel, check_http_address
 from relaunch.spec.job import SecretReference
 
 SEND_TIMEOUT_S = 10.0
@@ -60,14 +61,26 @@ class ChannelSender:
         Raises:
             ChannelError: it was not delivered, or that is not known.
         """
-        gate = self._gates.setdefault(name, asyncio.Semaphore(MAX_CONCURRENT))
         send = _send_webhook if channel.webhook is not None else _send_apprise
+        await self._run(name, lambda: send(channel, message))
+
+    async def ping(self, name: str, url: str | SecretReference) -> None:
+        """Request the URL of a dead man's switch.
+
+        Raises:
+            ChannelError: it did not accept the request, or that is not known.
+        """
+        await self._run(name, lambda: _request(_read_url(url), None, {}))
+
+    async def _run(self, name: str, work: Callable[[], None]) -> None:
+        """Run what blocks, beside at most three others of that name, and wait for it for 10 s."""
+        gate = self._gates.setdefault(name, asyncio.Semaphore(MAX_CONCURRENT))
         try:
             async with asyncio.timeout(QUEUE_TIMEOUT_S):
                 await gate.acquire()
         except TimeoutError:
             raise ChannelError("the messages before it hang") from None
-        done = _run_in_thread(lambda: send(channel, message), gate.release)
+        done = _run_in_thread(work, gate.release)
         try:
             async with asyncio.timeout(SEND_TIMEOUT_S):
                 await asyncio.shield(done)
@@ -142,7 +155,35 @@ def _read_address(address: str | SecretReference | None) -> str:
     return read_secret(address) if isinstance(address, SecretReference) else address or ""
 
 
+def _read_url(address: str | SecretReference | None) -> str:
+    """Return an address that can be requested.
+
+    Raises:
+        ChannelError: it cannot be read, or is none.
+    """
+    url = _read_address(address)
+    try:
+        check_http_address(url)
+    except ValueError as error:
+        raise ChannelError(str(error)) from None
+    return url
+
+
 def _send_webhook(channel: Channel, message: Message) -> None:
+    url = _read_url(channel.webhook)
+    body = json.dumps(message.body).encode()
+    headers = {"Content-Type": "application/json"}
+    if channel.secret is not None:
+        headers[SIGNATURE] = sign(body, read_secret(channel.secret))
+    _request(url, body, headers)
+
+
+def _request(url: str, body: bytes | None, headers: dict[str, str]) -> None:
+    """Send a POST with a body, or a GET without one.
+
+    Raises:
+        ChannelError: the answer is not one of success, or that is not known.
+    """
     import http.client
     import urllib.error
     import urllib.request
@@ -153,18 +194,11 @@ def _send_webhook(channel: Channel, message: Message) -> None:
         def redirect_request(self, *_: Any) -> None:
             return None
 
-    url = _read_address(channel.webhook)
-    try:
-        check_webhook(url)
-    except ValueError as error:
-        raise ChannelError(str(error)) from None
-    body = json.dumps(message.body).encode()
-    headers = {"Content-Type": "application/json", "User-Agent": "relaunch"}
-    if channel.secret is not None:
-        headers[SIGNATURE] = sign(body, read_secret(channel.secret))
     opener = urllib.request.build_opener(NoRedirects())
+    method = "GET" if body is None else "POST"
     try:
-        request = urllib.request.Request(url, body, headers, method="POST")
+        headers = {"User-Agent": "relaunch", **headers}
+        request = urllib.request.Request(url, body, headers, method=method)
         with opener.open(request, timeout=SEND_TIMEOUT_S):
             return
     except urllib.error.HTTPError as error:

@@ -142,10 +142,25 @@ class CountFreeInput:
 
 
 class FleetActivities:
-    def __init__(self, fleets: FleetFiles, client: Client, task_queue: str) -> None:
+    def __init__(
+        self,
+        fleets: FleetFiles,
+        client: Client,
+        task_queue: str,
+        note_round: Callable[[str], None] = lambda fleet: None,
+    ) -> None:
+        """Create the activities.
+
+        Args:
+            fleets: The fleets of this worker.
+            client: The client of the server.
+            task_queue: Where fleets are started.
+            note_round: Is called with a fleet's name each time its nodes were probed for it.
+        """
         self._fleets = fleets
         self._client = client
         self._task_queue = task_queue
+        self._note_round = note_round
         self._reader = NodeReader()
         self._clock = read_boot_clock
 
@@ -266,7 +281,10 @@ class FleetActivities:
         """Ask each node once. A node that does not answer is reported as silent."""
         async with send_heartbeats() as shown:
             shown.append({"looking at": list(input.nodes[:8]), "nodes": len(input.nodes)})
-            return await self._probe(input)
+            probes = await self._probe(input)
+        if activity.info().workflow_id is not None:  # else a person asked
+            self._note_round(input.fleet)
+        return probes
 
     async def _probe(self, input: LookInput) -> tuple[NodeProbe, ...]:
         backend = self._fleets.backend(input.fleet)
@@ -343,6 +361,7 @@ class FleetActivities:
                 is_file_news = file.applied is not None or file.wrong != input.file_wrong
                 closed = await self._find_closed(input.fleet, input.claims)
                 probes = await self._probe_round(input, due)
+                self._note_round(input.fleet)
                 known = {node.node: node for node in input.nodes}
                 news = [
                     probe

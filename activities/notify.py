@@ -1,7 +1,7 @@
 """Notifies people of events that cannot wait until they look.
 
 `tell_people` posts notices to the fleet's notifier, a workflow that bounds how many messages there
-are; `deliver_notices` sends one message to the fleet's channels.
+are; `deliver_notices` sends one message to the fleet's channels. `send_test` proves that they work.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from urllib.parse import quote
 from temporalio import activity
 from temporalio.client import Client
 from temporalio.common import WorkflowIDConflictPolicy
+from temporalio.exceptions import ApplicationError
 
 from relaunch.activities.channels import SEND_TIMEOUT_S, ChannelError, ChannelSender, Message
 from relaunch.backends.base import BackendError, Fleets, TellsPeople
@@ -24,10 +25,13 @@ from relaunch.messages.notices import (
     DeliveryResult,
     Notice,
     NotifierInput,
+    SendTestInput,
+    SendTestResult,
     TellPeopleInput,
     format_json,
     format_subject,
     format_text,
+    make_test_notice,
 )
 from relaunch.spec.fleet import Channel, name_channels
 
@@ -90,6 +94,28 @@ class PeopleActivities:
             )
         )
         return DeliveryResult(tuple(channels), tuple(results))
+
+    @activity.defn
+    async def send_test(self, input: SendTestInput) -> SendTestResult:
+        """Send a test message to every channel of a fleet, whatever it takes, to all at once.
+
+        Raises:
+            ApplicationError: this worker has no such fleet.
+        """
+        try:
+            channels = self._find_channels(input.fleet)
+        except KeyError as error:
+            raise ApplicationError(str(error.args[0]), non_retryable=True) from None
+        worker, now = self._client.identity, datetime.now(UTC)
+        notices = (make_test_notice(input.fleet, input.by, worker, now),)
+        id = activity.info().activity_id
+        results = await asyncio.gather(
+            *(
+                self._send(input.fleet, id, name, channel, notices)
+                for name, channel in channels.items()
+            )
+        )
+        return SendTestResult(worker, tuple(results))
 
     def _find_channels(self, fleet: str) -> dict[str, Channel | None]:
         """Return the channels of a fleet by name; None: its backend notifies people itself.

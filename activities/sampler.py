@@ -72,6 +72,7 @@ UNREAD_JOBS = "relaunch_unread_jobs"
 JOBS_READ = "relaunch_jobs_read_timestamp_seconds"
 WATCHES = "relaunch_watches"
 WATCH_ACKNOWLEDGED = "relaunch_watch_acknowledged_timestamp_seconds"
+UNUSABLE_FILES = "relaunch_unusable_fleet_files"
 
 Labels = tuple[str, ...]
 Read = TypeVar("Read")
@@ -133,6 +134,7 @@ class StateSampler:
         fleets: Callable[[], Iterable[str]],
         running: RunningWatches,
         meter: MetricMeter,
+        unusable_files: Callable[[], int],
     ) -> None:
         """Create the sampler.
 
@@ -142,11 +144,13 @@ class StateSampler:
             fleets: Returns the names of the worker's fleets.
             running: The watches of this worker.
             meter: Where the gauges are made.
+            unusable_files: Returns how many fleet files this worker cannot use as they are now.
         """
         self._client = client
         self._workflows = f'TaskQueue = "{task_queue}" AND ExecutionStatus = "Running"'
         self._names = fleets
         self._running = running
+        self._count_unusable_files = unusable_files
         self._meter = meter.with_additional_attributes(
             {"namespace": client.namespace, "task_queue": task_queue}
         )
@@ -184,6 +188,9 @@ class StateSampler:
             "When the server last acknowledged a heartbeat of the watch that waits longest for it.",
             "fleet",
         )
+        self._unusable_files = make(
+            UNUSABLE_FILES, "Fleet files that this worker cannot use as they are now."
+        )
 
     def _make(self, name: str, description: str, *labels: str, empty: float = NAN) -> Gauge:
         return Gauge(self._meter.create_gauge_float(name, description), labels, empty)
@@ -197,6 +204,7 @@ class StateSampler:
     async def sample(self) -> None:
         """Set every gauge once."""
         self._sample_watches()
+        self._unusable_files.set({(): self._count_unusable_files()})
         await asyncio.gather(self._sample_fleets(), self._sample_jobs())
 
     async def _try(self, what: str, reading: Coroutine[object, object, Read]) -> Read | None:

@@ -35,12 +35,14 @@ from relaunch.activities.launch import JobActivities
 from relaunch.activities.links import LinkActivities
 from relaunch.activities.logs import LogActivities
 from relaunch.activities.notify import PeopleActivities
+from relaunch.activities.pings import Pinger
 from relaunch.activities.records import RecordActivities
 from relaunch.activities.repairs import RepairActivities
 from relaunch.activities.running_watches import RunningWatches
 from relaunch.activities.sampler import StateSampler
 from relaunch.activities.task_events import TaskEvents
 from relaunch.activities.watch import WatchActivities
+from relaunch.activities.worker_status import WorkerStatusActivities
 from relaunch.backends.artifact import build_agent
 from relaunch.backends.base import Backend, EventQueue
 from relaunch.backends.local import LocalBackend
@@ -48,7 +50,8 @@ from relaunch.builds import HEARTBEAT_INTERVAL, build_id, deployment
 from relaunch.cli.files import read_fleet
 from relaunch.config import ConfigError, Settings, describe_settings, read_settings
 from relaunch.handover import Handover
-from relaunch.spec.fleet import FleetSpec
+from relaunch.messages.workers import UnusableFile
+from relaunch.spec.fleet import DeadManSwitch, FleetSpec
 from relaunch.temporal import connect, ensure_namespace, read_server_id
 from relaunch.text import count_noun
 from relaunch.workflows.fleet.workflow import Fleet
@@ -110,6 +113,8 @@ class WorkerFleets:
     """Folder of copies of the fleet files as they were last served; None: none are kept."""
     unread: dict[Path, str] = field(default_factory=dict)
     """Fleet files that could not be used when the worker started, and never before, with why."""
+    wrong: dict[str, str] = field(default_factory=dict)
+    """Fleets that are served as they were, because their files cannot be used, with why."""
 
     def set_server(self, server: str) -> None:
         """Set the Temporal server in whose name nodes get orders; call before the first order."""
@@ -143,8 +148,23 @@ class WorkerFleets:
                 self.specs[fleet], self.backends[fleet] = spec, backend
                 self.keep(path)
         except ConfigError as error:
+            self.wrong[fleet] = str(error)
             raise ValueError(str(error)) from None
+        self.wrong.pop(fleet, None)
         return spec
+
+    def list_unusable(self) -> tuple[UnusableFile, ...]:
+        """Return the fleet files that cannot be used as they are now."""
+        return (
+            *(UnusableFile(reason, fleet) for fleet, reason in sorted(self.wrong.items())),
+            *(UnusableFile(reason) for reason in self.unread.values()),
+        )
+
+    def list_heartbeats(self) -> dict[str, DeadManSwitch]:
+        """Return the dead man's switches, by fleet."""
+        return {
+            name: spec.heartbeat for name, spec in self.specs.items() if spec.heartbeat is not None
+        }
 
     def keep(self, path: Path) -> None:
         """Copy a fleet file that is served into the state folder, for starts while it is bad."""
@@ -289,6 +309,7 @@ def make_fleets(settings: Settings) -> WorkerFleets:
             )
         if bad is not None:
             log.error("fleet %s is served as it last was: %s", spec.name, bad)
+            fleets.wrong[spec.name] = str(bad)
         fleets.backends[spec.name] = backend
         fleets.specs[spec.name], fleets.files[spec.name] = spec, (path, make_backend)
         fleets.signatures[spec.name] = signature
@@ -309,6 +330,7 @@ def make_worker(
     fleets: WorkerFleets,
     build: str | None = None,
     running: RunningWatches | None = None,
+    pinger: Pinger | None = None,
     *,
     is_near: bool = False,
 ) -> Worker:
@@ -322,8 +344,10 @@ def make_worker(
         PollerBehaviorSimpleMaximum(NEAR_POLLERS) if is_near else PollerBehaviorAutoscaling()
     )
     running = running or RunningWatches(settings.state / WATCHES)
+    pinger = pinger or Pinger(client, fleets.list_heartbeats)
     jobs, watch = JobActivities(fleets, client), WatchActivities(fleets, client, running)
-    nodes, fleet = NodeActivities(fleets), FleetActivities(fleets, client, settings.task_queue)
+    nodes = NodeActivities(fleets)
+    fleet = FleetActivities(fleets, client, settings.task_queue, pinger.note_round)
     records, logs = (
         RecordActivities(settings.state / ARCHIVE),
         LogActivities(fleets, settings.state / ARCHIVE),
@@ -356,6 +380,10 @@ def make_worker(
             fleet.tell_fleet,
             people.tell_people,
             people.deliver_notices,
+            people.send_test,
+            WorkerStatusActivities(
+                client, fleets.list_unusable, pinger.list_status
+            ).read_worker_status,
             logs.read_logs,
             logs.read_stacks,
             logs.read_checkpoints,
@@ -402,14 +430,16 @@ async def serve(settings: Settings, build: str | None, is_near: bool = False) ->
     ]
     running = RunningWatches(settings.state / WATCHES)
     running.open()
+    pinger = Pinger(client, fleets.list_heartbeats)
     # Also before the first incident is archived: a backup of it is then empty, and does not fail.
     (settings.state / ARCHIVE).mkdir(parents=True, exist_ok=True)
     gc.freeze()
     gc.enable()
     others: list[asyncio.Task[None]] = []
     try:
-        async with make_worker(client, settings, fleets, build, running, is_near=is_near):
+        async with make_worker(client, settings, fleets, build, running, pinger, is_near=is_near):
             others.append(asyncio.create_task(_take_over_watches(client, running)))
+            others.append(asyncio.create_task(_ping(pinger)))
             if settings.metrics:
                 others.append(asyncio.create_task(_sample(client, settings, fleets, running)))
             logging.getLogger("relaunch").info(
@@ -450,11 +480,26 @@ async def _sample(
 ) -> None:
     """Set the gauges of /metrics. An error ends the sampling, as its age shows, not the worker."""
     meter = Runtime.default().metric_meter
-    sampler = StateSampler(client, settings.task_queue, lambda: fleets.specs, running, meter)
+    sampler = StateSampler(
+        client,
+        settings.task_queue,
+        lambda: fleets.specs,
+        running,
+        meter,
+        lambda: len(fleets.list_unusable()),
+    )
     try:
         await sampler.run()
     except Exception:
         logging.getLogger("relaunch").exception("the state of fleets and jobs is not sampled")
+
+
+async def _ping(pinger: Pinger) -> None:
+    """Request dead man's switches. An error ends that, as the alarm shows, not the worker."""
+    try:
+        await pinger.run()
+    except Exception:
+        logging.getLogger("relaunch").exception("no dead man's switch is requested any more")
 
 
 def _make_background_tasks(

@@ -24,7 +24,7 @@ class Webhook:
     """Set: it answers no request until it is cleared or the receiver ends."""
     over: threading.Event = field(default_factory=threading.Event)
     requests: list[tuple[dict[str, str], bytes]] = field(default_factory=list)
-    """Headers and body, in the order of their arrival."""
+    """Headers and body, in the order of their arrival; of a GET the body is empty."""
 
     @property
     def bodies(self) -> list[dict[str, Any]]:
@@ -42,8 +42,11 @@ def webhook(status: int = 200, hangs: bool = False) -> Iterator[Webhook]:
         received.hangs.set()
 
     class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.do_POST()
+
         def do_POST(self) -> None:
-            length = int(self.headers["Content-Length"])
+            length = int(self.headers.get("Content-Length", 0))
             body = self.rfile.read(length)
             received.requests.append((dict(self.headers), body))
             while received.hangs.is_set() and not received.over.wait(0.05):

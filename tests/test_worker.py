@@ -237,10 +237,13 @@ def test_a_bad_fleet_file_is_served_at_a_start_as_it_last_was(
     assert started.backend("lab").node("n2").address == "127.0.0.3"
     assert "fleet lab is served as it last was" in caplog.text
     assert f"{fleet_file}:3" in caplog.text
+    (unusable,) = started.list_unusable()
+    assert unusable.fleet == "lab" and f"{fleet_file}:3" in unusable.reason
     with pytest.raises(ValueError, match=r"fleet\.yaml"):
         started.reload("lab")
     fleet_file.write_text(FLEET.replace("n2", "n9"))
     assert [node.name for node in started.spec("lab").nodes] == ["n1", "n9"]
+    assert started.list_unusable() == ()
     fleet_file.write_text("")
     assert [node.name for node in make_fleets(settings).spec("lab").nodes] == ["n1", "n9"]
     for copy in (tmp_path / "state" / KEPT_FLEETS).iterdir():
@@ -254,6 +257,8 @@ def test_a_fleet_file_that_was_never_good_stops_no_other(
     bad.write_text("name: bad\n")
     started = make_fleets(Settings(state=tmp_path / "state", fleets=(bad, fleet_file)))
     assert started.spec("lab").name == "lab"
+    (unusable,) = started.list_unusable()
+    assert unusable.fleet == "" and str(bad) in unusable.reason
     assert f"{bad}" in caplog.text and "its fleet is not served" in caplog.text
     with pytest.raises(UnreadFleetError, match=r"'bad' is not known .*bad\.yaml"):
         started.spec("bad")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from relaunch.cli.nodes import nodes_app
+from relaunch.cli.notify import notify_app
 from relaunch.cli.terminal import (
     Job,
     Json,
@@ -39,6 +40,7 @@ policy_app = typer.Typer(
 )
 app.add_typer(nodes_app, name="nodes")
 app.add_typer(policy_app, name="policy")
+app.add_typer(notify_app, name="notify")
 
 PolicyName = Annotated[str, typer.Argument(metavar="FILE|PRESET")]
 State = Annotated[

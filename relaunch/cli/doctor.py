@@ -11,10 +11,14 @@ from temporalio.service import RPCError, RPCStatusCode
 
 from relaunch.builds import Build, RunningWorkflow, list_running, read_builds
 from relaunch.cli.upgrade import describe_build, read_task, read_task_failure
-from relaunch.text import count_noun
+from relaunch.cli.worker_status import read_statuses
+from relaunch.messages.ids import FLEET_ID_PREFIX
+from relaunch.text import count_noun, format_time, join_names
 
 if TYPE_CHECKING:
     from temporalio.client import Client
+
+    from relaunch.messages.workers import WorkerStatus
 
 MAX_CALLS = 16
 """Most describe calls at once."""
@@ -35,7 +39,8 @@ class Check:
 
 
 async def examine_service(client: Client, task_queue: str) -> list[Check]:
-    """Look at the server, the workers' builds and every running workflow's task."""
+    """Look at the server, the workers' builds, their fleet files, dead man's switches and channels,
+    and every running workflow's task."""
     from temporalio.api.workflowservice.v1 import GetSystemInfoRequest
 
     info = await client.workflow_service.get_system_info(GetSystemInfoRequest())
@@ -63,6 +68,11 @@ async def examine_service(client: Client, task_queue: str) -> list[Check]:
     notifiers = [one.id for one in running if one.type == NOTIFIER]
     for checks in await asyncio.gather(*(_examine_channels(client, one) for one in notifiers)):
         found += checks
+    # Also where no worker was heard yet: one says that it is there 10 s after its start.
+    workers = await read_statuses(client, task_queue)
+    if workers or any(build.has_worker(now) for build in builds.known):
+        found += examine_files(workers)
+        found += examine_heartbeats(workers, {one.id for one in running})
     if not any(tasks):
         found.append(Check("workflows", f"{len(running)} run, and none of their tasks fails"))
     return found
@@ -135,6 +145,56 @@ async def _examine_channels(client: Client, notifier: str) -> list[Check]:
         )
         for one in outbox.failing
     ]
+
+
+def examine_files(workers: list[WorkerStatus]) -> list[Check]:
+    """Return a check for each fleet file that a worker cannot use, and one if all can be used."""
+    if not workers:
+        return [Check("fleet files", "no worker says whether it can use them")]
+    names: dict[tuple[str, str], list[str]] = {}
+    for worker in workers:
+        for file in worker.unusable_files:
+            names.setdefault((file.reason, file.fleet), []).append(worker.worker)
+    if not names:
+        who = join_names([one.worker for one in workers], 4)
+        return [
+            Check("fleet files", f"all can be used, by {count_noun(len(workers), 'worker')}: {who}")
+        ]
+    found = []
+    for (reason, fleet), by in names.items():
+        if fleet:
+            result = f"fleet {fleet} is served by its last good content"
+            action = "mend the file; it is read again within a minute"
+        else:
+            result = "its fleet is not served"
+            action = "mend the file, then restart the worker"
+        found.append(
+            Check("fleet files", f"{reason}; {result}, by worker {join_names(by, 4)}", action)
+        )
+    return found
+
+
+def examine_heartbeats(workers: list[WorkerStatus], running: set[str]) -> list[Check]:
+    """Return a check for each dead man's switch, whether it is requested or not."""
+    found = []
+    for fleet in sorted({one.fleet for worker in workers for one in worker.heartbeats}):
+        known = [one for worker in workers for one in worker.heartbeats if one.fleet == fleet]
+        id = f"{FLEET_ID_PREFIX}{fleet}"
+        failing = [one for one in known if one.failing_since is not None]
+        accepted = max((one.accepted_at for one in known if one.accepted_at), default=None)
+        what = f"its dead man's switch ({known[0].name})"
+        if id not in running:
+            text = f"{what} is not requested: the fleet does not run"
+            found.append(Check(id, text, f"`relaunch nodes list --fleet {fleet}` starts it"))
+        elif failing:
+            since = format_time(min(one.failing_since for one in failing if one.failing_since))
+            text = f"{what} is not requested since {since}: {failing[0].reason}"
+            found.append(Check(id, text, "mend that, or change heartbeat: in the fleet file"))
+        elif accepted is None:
+            found.append(Check(id, f"{what} was not requested by these workers yet"))
+        else:
+            found.append(Check(id, f"{what} was last requested at {format_time(accepted)}"))
+    return found
 
 
 def rows(found: list[Check]) -> list[dict[str, str]]:

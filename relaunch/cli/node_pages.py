@@ -27,9 +27,9 @@ from relaunch.pool.events import FleetFileContent
 from relaunch.pool.messages import Healing
 from relaunch.pool.nodes import SWEEP_INTERVAL
 from relaunch.pool.state import ClaimRecord, FleetState, Mark, NodeRecord, PastReason
-from relaunch.pool.tenants import STATES, Tenant, jobs_on, node_state, tenants
+from relaunch.pool.tenants import STATES, Tenant, is_claimed, jobs_on, node_state, tenants
 from relaunch.spec.fleet import FleetLimits, FleetNode
-from relaunch.text import count_noun
+from relaunch.text import count_noun, format_time
 
 Spec = TypeVar("Spec", FleetNode, FleetLimits)
 
@@ -68,7 +68,7 @@ def fleet_notes(state: FleetState, now: datetime) -> list[str]:
         if claim.more_at is not None and claim.more_at > now:
             notes.append(
                 f"{claim.job} runs on {count_noun(len(claim.keep), 'node')} and takes up to "
-                f"{claim.most} from {iso(claim.more_at)} on"
+                f"{claim.most} from {format_time(claim.more_at)} on"
             )
         elif claim.more_at is not None:
             notes.append(
@@ -191,14 +191,16 @@ def node_lines(
         )
     lines += gpu_views.lines(record, _jobs_by_gpu(record, here), now)
     if drain is not None:
-        lines.append(
-            f"drain       jobs must leave by {iso(drain.until)}, requested by {drain.by}: "
-            f"{drain.reason}"
+        left = (
+            f"jobs must leave by {format_time(drain.until)}"
+            if is_claimed(here)
+            else "no job has it any more"
         )
+        lines.append(f"drain       {left}, requested by {drain.by}: {drain.reason}")
     elif record.repair_drain is not None:
         lines.append(
             f"shared      {names(list(record.asked_jobs))} must leave by "
-            f"{iso(record.repair_drain.until)}, so that the node can be examined"
+            f"{format_time(record.repair_drain.until)}, so that the node can be examined"
         )
     lines.append(
         f"repair      {_address(*repair_ids(record.repair), web)}"
@@ -242,20 +244,22 @@ def _share(record: NodeRecord, tenant: Tenant) -> str:
 def _mark_line(mark: Mark) -> str:
     code = f"{mark.code} ({mark.cause})" if mark.code else str(mark.cause)
     gpus = f" of GPU {names(list(mark.gpus))}" if mark.gpus else ""
-    line = (
-        f"{iso(mark.at)} {code}{gpus}, job {mark.job} generation {mark.generation}: {mark.reason}"
-    )
+    where = f"job {mark.job} generation {mark.generation}"
+    line = f"{format_time(mark.at)} {code}{gpus}, {where}: {mark.reason}"
     return f"{line} [does not count: {mark.retracted}]" if mark.retracted else line
 
 
 def _healing_line(one: Healing) -> str:
     of = f" of GPU {names(list(one.gpus))}" if one.gpus else ""
-    return f"{iso(one.at)} {one.strategy}{of}, then examined healthy: faults before it do not count"
+    return (
+        f"{format_time(one.at)} {one.strategy}{of}, then examined healthy: faults before it do not"
+        " count"
+    )
 
 
 def _past_line(one: PastReason) -> str:
-    since = f"{iso(one.since)} to " if one.since else "until "
-    return f"{since}{iso(one.until)} by {one.by}: {one.reason} [then {one.end}]"
+    since = f"{format_time(one.since)} to " if one.since else "until "
+    return f"{since}{format_time(one.until)} by {one.by}: {one.reason} [then {one.end}]"
 
 
 def changes(fleet: FleetState, file: FleetFileContent) -> list[str]:
@@ -323,7 +327,7 @@ def describe_quarantine(fleet: FleetState, node: str) -> str:
     else:
         stays = (
             f"{names(jobs)} {'has' if len(jobs) == 1 else 'have'} to leave it by "
-            f"{iso(record.drain.until)}"
+            f"{format_time(record.drain.until)}"
         )
     return (
         f"node {node} is quarantined: {record.reason}; {stays}; no other job gets it until "

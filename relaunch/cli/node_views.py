@@ -15,8 +15,8 @@ from relaunch.cli import gpu_views
 from relaunch.cli.job_views import age, names
 from relaunch.evidence.findings import Verdict
 from relaunch.pool.state import FleetState, Mark, NodeRecord, NodeStatus
-from relaunch.pool.tenants import Tenant, jobs_on, node_state, tenants
-from relaunch.text import count_noun
+from relaunch.pool.tenants import Tenant, is_claimed, jobs_on, node_state, tenants
+from relaunch.text import count_noun, format_time
 
 TITLES = ("NODE", "STATE", "JOB", "GPUS", "HEALTH", "HISTORY", "REASON")
 RECENT = timedelta(hours=24)
@@ -113,15 +113,12 @@ def find_reason(
             None,
             None,
         )
-    if offers := [tenant for tenant in here if tenant.offered is not None]:
-        return (
-            "; ".join(
-                f"offered to job {tenant.job} until {iso(tenant.offered)}" for tenant in offers
-            ),
-            None,
-            None,
-        )
-    return "", None, None
+    offers = [
+        f"offered to job {tenant.job} until {format_time(tenant.offered)}"
+        for tenant in here
+        if tenant.offered is not None
+    ]
+    return "; ".join(offers), None, None
 
 
 def repair_ids(repair: str) -> tuple[str, str]:
@@ -260,7 +257,11 @@ def _reason(record: NodeRecord, state: str, here: Sequence[Tenant], now: datetim
     who = ", ".join(part for part in (by, f"{age(now - since)} ago" if since else "") if part)
     parts = [f"{reason} ({who})" if who else reason]
     if record.drain is not None and jobs_on(here):
-        parts.append(f"jobs must leave within {age(record.drain.until - now)}")
+        parts.append(
+            f"jobs must leave within {age(record.drain.until - now)}"
+            if is_claimed(here)
+            else "its jobs have given it back; the next probe shows whether ranks are left"
+        )
     if state != "silent" and record.probe is not None and record.probe.silent:
         parts.append(
             f"does not answer{format_since(record.silent_since, now)}: {record.probe.silent}"
@@ -270,7 +271,7 @@ def _reason(record: NodeRecord, state: str, here: Sequence[Tenant], now: datetim
 
 
 def format_since(moment: datetime | None, now: datetime) -> str:
-    return "" if moment is None else f" since {iso(moment)} ({age(now - moment)} ago)"
+    return "" if moment is None else f" since {format_time(moment)} ({age(now - moment)} ago)"
 
 
 def iso(moment: datetime | None) -> str | None:

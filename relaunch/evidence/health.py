@@ -54,6 +54,8 @@ A dead network card or link of the node itself is a NODE_FAULT.
 NOT_DIAGNOSED = "dcgmi diag was not run"
 NOT_PROBED = "nothing reads it from within, and its health check was not run"
 """For a node without an agent, of which only the exit code of a health check can be known."""
+NO_GPUS = "no GPUs (`gpus: 0` in the fleet file)"
+"""Of a node whose GPUs were not examined."""
 MAX_FINDINGS = 64
 LONGEST_ID = 200
 """Characters of the id of a repair or examination: the longest fleet and node names, and a run."""
@@ -239,8 +241,6 @@ def _read_probe(facts: Mapping[str, Any], expected: int, catalog: Catalog) -> He
     findings, unread, examined = list(gpus.findings), list[str](), list[str]()
     if expected:
         unread += gpus.unread
-    else:
-        examined.append("no GPU expected")
     if gpus.working:
         examined.append(f"{count_noun(gpus.working, 'GPU')} by NVML")
     boot_id = facts.get("boot_id")
@@ -263,6 +263,8 @@ def _read_probe(facts: Mapping[str, Any], expected: int, catalog: Catalog) -> He
         examined.append(count_noun(links.working, "network link"))
     if not expected and fields(facts.get("kernel")) is not None:
         examined.append("kernel log")
+    if not expected and not gpus.working:
+        examined.append(NO_GPUS)
     return replace(
         _read_common(facts, boot_id, gpus.users),
         findings=tuple(findings),

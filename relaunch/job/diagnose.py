@@ -70,6 +70,9 @@ RIVALS = 8
 A program that puts its rank into its messages has thousands.
 """
 UNEXPLAINED = "no row of the catalog explains its last line"
+SILENTLY_KILLED = "nothing in its last lines explains it"
+"""Of a rank that was ended by SIGKILL, which lets it write nothing: its last line is that of a
+healthy rank."""
 MAX_UNKNOWN = 200
 """Characters of a line that nothing explains."""
 NAMED = 16
@@ -653,6 +656,8 @@ def _name_unknown(cause: Cause, reading: _Reading) -> str:
     line = reading.log.last_line
     if cause is not Cause.UNKNOWN or reading.log.decisive is not None or not line:
         return ""
+    if reading.ending.code == "SIGKILL":
+        return f"; {SILENTLY_KILLED} (the last one: {line[:MAX_UNKNOWN]})"
     return f"; {UNEXPLAINED}: {line[:MAX_UNKNOWN]}"
 
 

@@ -17,13 +17,16 @@ MAX_LISTED = 50
 """Notices that the text of a summary lists; its JSON has all."""
 MAX_REASON = 240
 """Characters of a reason in a summary."""
-NOUNS: dict[NoticeEvent, tuple[str, str]] = {
+MessageEvent = NoticeEvent | Literal["test"]
+"""What a message may be about. A test is sent to every channel, so no channel names it."""
+NOUNS: dict[MessageEvent, tuple[str, str]] = {
     "question": ("question", "questions"),
     "failed": ("failed job", "failed jobs"),
     "quarantine": ("quarantined node", "quarantined nodes"),
     "breaker": ("open breaker", "open breakers"),
     "waiting": ("job without nodes", "jobs without nodes"),
     "slow_node": ("report of slow nodes", "reports of slow nodes"),
+    "test": ("test", "tests"),
 }
 
 
@@ -31,7 +34,7 @@ NOUNS: dict[NoticeEvent, tuple[str, str]] = {
 class Notice:
     """One matter, as it is when the notice is sent: open, or resolved."""
 
-    event: NoticeEvent
+    event: MessageEvent
     key: str
     """Identifies the matter: what resolves it has the same one."""
     subject: str
@@ -110,6 +113,21 @@ class DeliveryResult:
 
 
 @dataclass(frozen=True, slots=True)
+class SendTestInput:
+    fleet: str
+    by: str
+    """Who wants to know whether the channels work."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendTestResult:
+    worker: str
+    """The identity of the worker that sent the test message."""
+    results: tuple[ChannelResult, ...]
+    """Of each channel of the fleet; empty: it has none."""
+
+
+@dataclass(frozen=True, slots=True)
 class OpenNotice:
     """A matter that people were notified of, and that is not resolved."""
 
@@ -154,6 +172,19 @@ class NotifierInput:
     fleet: str
     outbox: Outbox = field(default_factory=Outbox)
     inbox: tuple[Notice, ...] = ()
+
+
+def make_test_notice(fleet: str, by: str, worker: str, at: datetime) -> Notice:
+    """Return a notice that is marked as a test. Each test of a fleet has the same key."""
+    return Notice(
+        "test",
+        f"{fleet}/test",
+        f"this is a test of fleet {fleet}",
+        "nothing has happened; a person wanted to know whether messages arrive",
+        at,
+        done=f"worker {worker} sent it for {by}",
+        wanted="nothing",
+    )
 
 
 def shorten_notice(notice: Notice) -> Notice:

@@ -54,6 +54,11 @@ def jobs_on(here: Sequence[Tenant]) -> list[str]:
     return list(dict.fromkeys(tenant.job for tenant in here if tenant.offered is None))
 
 
+def is_claimed(here: Sequence[Tenant]) -> bool:
+    """Return whether a job claims the node. Ranks that only its last probe has may be gone."""
+    return any(tenant.place is not None and tenant.offered is None for tenant in here)
+
+
 def node_state(record: NodeRecord, here: Sequence[Tenant]) -> str:
     """Return one of STATES; what keeps the node from jobs takes precedence."""
     if record.drain is not None and jobs_on(here):

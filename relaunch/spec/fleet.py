@@ -246,6 +246,9 @@ class EcsOptions(EcsTask):
     """Interval between two polls of the tasks of running jobs; events cause earlier ones."""
 
 
+MIN_HEARTBEAT_INTERVAL = timedelta(seconds=10)
+"""Services ask for a minute or more; each request costs the Temporal server one, too."""
+
 NoticeEvent = Literal["question", "failed", "quarantine", "breaker", "waiting", "slow_node"]
 """What people are notified of; docs/notifications.md describes each."""
 
@@ -270,23 +273,13 @@ class Channel(StrictModel):
     @field_validator("webhook", "apprise", mode="before")
     @classmethod
     def _check_address(cls, value: Any) -> Any:
-        if isinstance(value, str) and re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*://\S+", value):
-            return value
-        if isinstance(value, SecretReference) or (
-            isinstance(value, dict)
-            and set(value) in ({"file"}, {"env"})
-            and all(isinstance(one, str) and one for one in value.values())
-        ):
-            return value
-        raise ValueError(
-            "it is not an address: expected a URL, {file: PATH} or {env: NAME} with a URL in it"
-        )
+        return _check_address_or_reference(value)
 
     @field_validator("webhook")
     @classmethod
     def _check_webhook(cls, value: str | SecretReference | None) -> str | SecretReference | None:
         if isinstance(value, str):
-            check_webhook(value)
+            check_http_address(value)
         return value
 
     @model_validator(mode="after")
@@ -320,8 +313,57 @@ def name_channels(channels: tuple[Channel, ...]) -> dict[str, Channel]:
     return named
 
 
-def check_webhook(url: str) -> None:
-    """Check the address of a webhook.
+class DeadManSwitch(StrictModel):
+    """A dead man's switch: an outside service that raises an alarm when requests cease."""
+
+    url: str | SecretReference = Field(repr=False)
+    """The URL that is requested (GET) while a worker watches the fleet; or where the worker reads
+    it."""
+    every: Duration = timedelta(minutes=5)
+    """The time between two requests, 10 s or more."""
+
+    @field_validator("url", mode="before")
+    @classmethod
+    def _check_url(cls, value: Any) -> Any:
+        value = _check_address_or_reference(value)
+        if isinstance(value, str):
+            check_http_address(value)
+        return value
+
+    @field_validator("every")
+    @classmethod
+    def _check_every(cls, value: timedelta) -> timedelta:
+        if value < MIN_HEARTBEAT_INTERVAL:
+            raise ValueError(
+                f"{value.total_seconds():g} s is too often: expected 10s or more, such as 5m"
+            )
+        return value
+
+    @property
+    def name(self) -> str:
+        """The service as people read it, without what may be secret: `hc-ping.com`."""
+        if isinstance(self.url, SecretReference):
+            return self.url.file or self.url.env or ""
+        return urlsplit(self.url).hostname or ""
+
+
+def _check_address_or_reference(value: Any) -> Any:
+    """Check that a value is a URL, or says where to read one; no sentence repeats it."""
+    if isinstance(value, str) and re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*://\S+", value):
+        return value
+    if isinstance(value, SecretReference) or (
+        isinstance(value, dict)
+        and set(value) in ({"file"}, {"env"})
+        and all(isinstance(one, str) and one for one in value.values())
+    ):
+        return value
+    raise ValueError(
+        "it is not an address: expected a URL, {file: PATH} or {env: NAME} with a URL in it"
+    )
+
+
+def check_http_address(url: str) -> None:
+    """Check an address that is requested by HTTP.
 
     Raises:
         ValueError: it is no address; the sentence does not repeat it.
@@ -332,9 +374,7 @@ def check_webhook(url: str) -> None:
     except ValueError:
         is_valid = False
     if not is_valid:
-        raise ValueError(
-            "it is not the address of a webhook: expected http:// or https:// and a host"
-        )
+        raise ValueError("it is not an HTTP address: expected http:// or https:// and a host")
 
 
 class FleetSpec(StrictModel):
@@ -352,10 +392,20 @@ class FleetSpec(StrictModel):
     """What keeps one mistake from taking all nodes down."""
     notify: tuple[Channel, ...] = Field(default=(), max_length=16)
     """Whom to notify, and how."""
+    heartbeat: DeadManSwitch | None = None
+    """The dead man's switch that notices when nothing watches this fleet any more."""
     ssh: SshOptions = SshOptions()
     """For `backend: ssh`."""
     ecs: EcsOptions = EcsOptions()
     """For `backend: ecs`."""
+
+    @field_validator("heartbeat", mode="before")
+    @classmethod
+    def _check_heartbeat(cls, value: Any) -> Any:
+        """Refuse an address alone without repeating it, as pydantic would."""
+        if value is None or isinstance(value, dict | DeadManSwitch):
+            return value
+        raise ValueError("an address alone is not enough: expected {url: …, every: 5m}")
 
     @field_validator("nodes")
     @classmethod

@@ -90,7 +90,7 @@ async def test_errors_name_the_place_and_repeat_no_secret(
         ({"webhook": closed}, "cannot be reached"),
         ({"webhook": {"file": str(tmp_path / "none")}}, str(tmp_path / "none")),
         ({"webhook": {"file": str(empty)}}, "is empty"),
-        ({"webhook": {"file": str(bad)}}, "not the address of a webhook"),
+        ({"webhook": {"file": str(bad)}}, "not an HTTP address"),
         ({"webhook": closed, "secret": {"env": "NO_SUCH_KEY"}}, "NO_SUCH_KEY"),
         ({"apprise": f"nosuch://{PASSWORD}"}, "apprise does not know"),
         (

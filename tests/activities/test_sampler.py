@@ -137,6 +137,8 @@ class Scene:
     shown: Shown
     samples: StateSampler
     running: RunningWatches
+    unusable: list[str]
+    """Fleet files."""
 
     def value(self, name: str, *labels: str) -> float | None:
         """Return the value of a series; None: it is unknown."""
@@ -147,10 +149,23 @@ class Scene:
 @pytest.fixture
 def scene(tmp_path: Path) -> Scene:
     server, shown, watches = Server(), Shown(), RunningWatches(tmp_path)
+    unusable: list[str] = []
     samples = StateSampler(
-        cast(Client, server), "relaunch", lambda: ["gpus"], watches, cast(MetricMeter, shown)
+        cast(Client, server),
+        "relaunch",
+        lambda: ["gpus"],
+        watches,
+        cast(MetricMeter, shown),
+        lambda: len(unusable),
     )
-    return Scene(server, shown, samples, watches)
+    return Scene(server, shown, samples, watches, unusable)
+
+
+async def test_unusable_fleet_files_are_counted_while_they_are(scene: Scene) -> None:
+    for files in ([], ["gpus.yaml"], []):
+        scene.unusable[:] = files
+        await scene.samples.sample()
+        assert scene.value(sampler.UNUSABLE_FILES) == len(files)
 
 
 async def test_a_fleet_is_asked_again_once_its_history_has_grown(scene: Scene) -> None:

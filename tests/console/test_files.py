@@ -150,6 +150,14 @@ FLEET_MISTAKES = (
     (FLEET + "notify: [{apprise: 'a://b', causes: [FIRE]}]\n", 5, ("causes", "HANG")),
     (FLEET + "notify: [{apprise: 'a://b', event: [failed]}]\n", 5, ("events",)),
     (FLEET + "webhook: hf_secret\n", 5, ("notify",)),
+    # the dead man's switch
+    (FLEET + "heartbeat: https://h/hf_secret\n", 5, ("heartbeat",)),
+    (FLEET + "heartbeat: {every: 5m}\n", 5, ("heartbeat.url",)),
+    (FLEET + "heartbeat: {url: hf_secret}\n", 5, ("heartbeat.url", "{file: PATH}")),
+    (FLEET + "heartbeat: {url: 'ftp://hf_secret'}\n", 5, ("http:// or https://",)),
+    (FLEET + "heartbeat: {url: {path: hf_secret}}\n", 5, ("{env: NAME}",)),
+    (FLEET + "heartbeat: {url: 'https://h/', every: 1s}\n", 5, ("heartbeat.every", "10s")),
+    (FLEET + "heartbeat: {url: 'https://h/', every: 5}\n", 5, ("heartbeat.every", "unit")),
 )
 
 

@@ -69,6 +69,18 @@ UNHEALTHY: dict[str, Any] = {
 DRAIN = DrainRequest("gpu-01", "flaky NVLink", "grace@ops", T0 + 12 * HOUR / 60)
 
 
+def test_jobs_that_have_left_a_drained_node_need_not_leave() -> None:
+    record = node(1, **OUT, drain=DRAIN)
+    held = tenants(fleet(record, claims=(claim("llama", Place("gpu-01")),)))["gpu-01"]
+    assert "jobs must leave within 12m" in table_row(record, held, T0)[-1]
+    probed = living(1, "llama", **OUT, drain=DRAIN)
+    left = tenants(fleet(probed))["gpu-01"]
+    assert "given it back" in table_row(probed, left, T0)[-1]
+    for one, here in ((probed, left), (record, ())):
+        assert "must leave" not in table_row(one, here, T0)[-1]
+        assert "no job has it any more" in "\n".join(node_lines(one, here, "default", T0, None))
+
+
 def listed(capsys: pytest.CaptureFixture[str], *records: NodeRecord, **changes: Any) -> str:
     """Return what `nodes list` prints of these nodes, which get names of their own."""
     named = [

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from relaunch.activities.channels import SIGNATURE, sign
+from relaunch.cli import channel_test
+from relaunch.cli.worker_status import read_statuses
+from relaunch.config import ConfigError
 from relaunch.messages.ids import NOTIFIER_ID_PREFIX
 from relaunch.spec.policy import resolve
-from tests.chaos.world import FLEET, TIMES, World, eventually
+from tests.chaos.world import FLEET, QUEUE, TIMES, World, eventually
 from tests.receivers import find_port, webhook
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
@@ -59,3 +63,71 @@ async def test_a_failed_job_reaches_a_webhook_and_doctor_names_others(
             notifier = world.client.get_workflow_handle(f"{NOTIFIER_ID_PREFIX}{FLEET}")
             history = (await notifier.fetch_history()).to_json()
             assert WRONG not in history and "k3y" not in history
+
+
+@pytest.mark.long
+async def test_a_test_message_goes_from_the_worker_to_every_channel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = tmp_path / "key"
+    key.write_text("k3y\n")
+    async with World(tmp_path / "world", 122) as world:
+        with webhook() as received, webhook(404) as refusing:
+            with pytest.raises(ConfigError, match="fleet chaos has no channel"):
+                await channel_test.send(world.client, QUEUE, FLEET)
+            with pytest.raises(ConfigError, match="'nosuch' is not known to this worker"):
+                await channel_test.send(world.client, QUEUE, "nosuch")
+            channels: list[dict[str, object]] = [
+                {"webhook": received.url, "secret": {"file": str(key)}, "events": ["failed"]}
+            ]
+            text = world.fleet_file.read_text()
+            world.fleet_file.write_text(f"{text}notify: {json.dumps(channels)}\n")
+            code, said = await world.run_starter("notify", "test", FLEET, "--json")
+            assert code == 0, said
+            shown = json.loads(said)
+            assert shown["channels"] == [
+                {"name": "webhook 127.0.0.1", "outcome": "done", "reason": ""}
+            ]
+            assert shown["worker"].startswith(f"{world.worker.pid}@")
+            ((headers, body),) = received.requests
+            assert headers[SIGNATURE] == sign(body, "k3y"), "the worker's secret"
+            (notice,) = json.loads(body)["notices"]
+            assert (notice["event"], notice["key"]) == ("test", f"{FLEET}/test")
+            assert "this is a test" in json.loads(body)["subject"]
+
+            channels += [
+                {"webhook": refusing.url},
+                {"webhook": f"http://localhost:{find_port()}/{WRONG}"},
+                {"webhook": {"env": "NO_SUCH_HOOK"}},
+            ]
+            world.fleet_file.write_text(f"{text}notify: {json.dumps(channels)}\n")
+            code, said = await world.run_starter("notify", "test", FLEET)
+            assert code == 1, said
+            lines = said.splitlines()
+            assert [line.partition("  ")[2].strip().partition(":")[0] for line in lines[:4]] == [
+                "delivered",
+                "FAILED",
+                "FAILED",
+                "FAILED",
+            ]
+            assert "it answered 404" in said and "the worker's environment has no NO_" in said
+            assert WRONG not in said
+            assert len(received.requests) == 2, "one message a test"
+            world.fleet_file.write_text(f"{text}notify: [{{webhook: nowhere}}]\n")
+            last = await channel_test.send(world.client, QUEUE, FLEET)
+            assert len(last.results) == 4, "by the last good content"
+            code, said = await world.run_starter("doctor")
+            line = text.count("\n") + 1
+            assert code == 1 and f"{world.fleet_file}:{line}: notify.0.webhook" in said
+            assert f"fleet {FLEET} is served by its last good content" in said
+            world.fleet_file.write_text(text)
+            with pytest.raises(ConfigError, match="has no channel"):
+                await channel_test.send(world.client, QUEUE, FLEET)
+            (status,) = await read_statuses(world.client, QUEUE)
+            assert status.unusable_files == () and status.worker == shown["worker"]
+        runs = [one async for one in world.client.list_workflows("WorkflowType = 'Notifier'")]
+        assert runs == [], "a test is no matter"
+        await world.worker.end()
+        monkeypatch.setattr(channel_test, "START_TIMEOUT", timedelta(seconds=1))
+        with pytest.raises(ConfigError, match="no worker answers for fleet chaos"):
+            await channel_test.send(world.client, QUEUE, FLEET)

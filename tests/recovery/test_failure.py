@@ -87,12 +87,23 @@ def test_an_incomplete_checkpoint_that_is_taken_is_named() -> None:
 
 def test_a_line_that_no_row_explains_comes_with_the_command() -> None:
     job = running()
-    killed = exited(3, "n2", signal=9, log_tail=("frobnicator: lost the flux",))
+    killed = exited(3, "n2", signal=15, log_tail=("frobnicator: lost the flux",))
     job, _ = step(job, fault(job, killed), at(1))
     found = find_failure(job)
     assert found is not None and found.fault.cause is Cause.UNKNOWN
     command = "relaunch logs llama --rank 3 --generation 1 | relaunch explain log -"
     assert f"`{command}`" in found.advice
+
+
+def test_the_last_line_of_a_killed_rank_is_blamed_for_nothing() -> None:
+    job = running()
+    killed = exited(3, "n2", signal=9, log_tail=("step 63",))
+    job, _ = step(job, fault(job, killed), at(1))
+    found = find_failure(job)
+    assert found is not None and found.fault.cause is Cause.UNKNOWN
+    assert found.advice == ""
+    assert "killed by SIGKILL" in found.fault.reason
+    assert "nothing in its last lines explains it (the last one: step 63)" in found.fault.reason
 
 
 def test_only_the_first_and_the_newest_traceback_are_kept() -> None:

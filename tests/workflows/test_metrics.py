@@ -129,7 +129,9 @@ async def test_the_sampler_shows_a_question_until_it_is_answered(
         running = RunningWatches(tmp_path / "watches")
         running.open()
         meter = meters.runtime.metric_meter
-        samples = StateSampler(made.client, made.queue, lambda: ["default", "none"], running, meter)
+        samples = StateSampler(
+            made.client, made.queue, lambda: ["default", "none"], running, meter, lambda: 0
+        )
         job = await made.submit(policy(causes=ASK, max_restarts=4))
         state = await job.until_phase(Phase.WAITING_FOR_PERSON)
         assert state.incident is not None

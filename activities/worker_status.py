@@ -1,0 +1,26 @@
+"""Says what is wrong with the worker that carries this out; `relaunch doctor` asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from temporalio import activity
+from temporalio.client import Client
+
+from relaunch.messages.workers import HeartbeatStatus, UnusableFile, WorkerStatus
+
+
+class WorkerStatusActivities:
+    def __init__(
+        self,
+        client: Client,
+        unusable: Callable[[], tuple[UnusableFile, ...]],
+        heartbeats: Callable[[], tuple[HeartbeatStatus, ...]],
+    ) -> None:
+        self._client = client
+        self._unusable = unusable
+        self._heartbeats = heartbeats
+
+    @activity.defn
+    async def read_worker_status(self) -> WorkerStatus:
+        return WorkerStatus(self._client.identity, self._unusable(), self._heartbeats())

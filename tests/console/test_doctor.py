@@ -1,0 +1,99 @@
+"""What `relaunch doctor` says of workers: their fleet files, and the dead man's switches."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from google.protobuf.timestamp_pb2 import Timestamp
+from temporalio.client import Client
+from temporalio.service import RPCError, RPCStatusCode
+
+from relaunch.cli import worker_status
+from relaunch.cli.doctor import examine_files, examine_heartbeats
+from relaunch.messages.workers import HeartbeatStatus, UnusableFile, WorkerStatus
+
+NOW = datetime(2026, 11, 26, 3, 12, tzinfo=UTC)
+RUNS = {"fleet/lab"}
+REASON = "lab.yaml:9: nodes.2.gpus: expected a number (got 'x')"
+
+
+class Server:
+    """Two workers that poll; each question is answered by the next of those in `answers`."""
+
+    namespace = "default"
+
+    def __init__(self, *answers: str | Exception) -> None:
+        self.answers, self.asked = answers, 0
+        self.workflow_service = self
+
+    async def describe_task_queue(self, request: Any) -> Any:
+        seen = Timestamp()
+        seen.FromDatetime(datetime.now(UTC))
+        return SimpleNamespace(
+            pollers=[SimpleNamespace(identity=one, last_access_time=seen) for one in ("1@a", "1@b")]
+        )
+
+    async def execute_activity(self, name: str, **options: Any) -> WorkerStatus:
+        answer = self.answers[self.asked % len(self.answers)]
+        self.asked += 1
+        if isinstance(answer, Exception):
+            raise answer
+        return WorkerStatus(answer)
+
+
+def switch(**changes: Any) -> WorkerStatus:
+    known = {"fleet": "lab", "name": "hc-ping.com", **changes}
+    return WorkerStatus("1@a", heartbeats=(HeartbeatStatus(**known),))
+
+
+async def ask(server: Server) -> list[str]:
+    statuses = await worker_status.read_statuses(cast(Client, server), "relaunch")
+    return [one.worker for one in statuses]
+
+
+async def test_workers_are_asked_until_all_are_heard() -> None:
+    server = Server(*["1@a"] * 8, "1@b")
+    assert await ask(server) == ["1@a", "1@b"]
+    assert server.asked == 16, "two rounds"
+    silent = Server("1@a")
+    assert await ask(silent) == ["1@a"], "a worker that has ended never answers"
+    assert silent.asked == 8 * worker_status.MAX_ROUNDS
+
+
+async def test_a_server_without_such_activities_asks_no_worker() -> None:
+    refused = RPCError("Standalone activity is disabled", RPCStatusCode.UNIMPLEMENTED, b"")
+    assert await ask(Server(refused)) == []
+    with pytest.raises(RPCError):
+        await ask(Server(RPCError("away", RPCStatusCode.UNAVAILABLE, b"")))
+
+
+def test_files_are_named_once_with_the_workers_concerned() -> None:
+    wrong = (UnusableFile(REASON, "lab"),)
+    (served,) = examine_files([WorkerStatus("1@a", wrong), WorkerStatus("1@b", wrong)])
+    assert served.text.startswith(f"{REASON}; fleet lab is served by its last good content")
+    assert "worker 1@a, 1@b" in served.text and "within a minute" in served.action
+    (left_out,) = examine_files([WorkerStatus("1@a", (UnusableFile(REASON),))])
+    assert "not served" in left_out.text and "restart" in left_out.action
+    (well,) = examine_files([WorkerStatus("1@a"), WorkerStatus("1@b")])
+    assert well.action == "" and "1@a, 1@b" in well.text
+    (unknown,) = examine_files([])
+    assert unknown.action == "" and "no worker says" in unknown.text
+
+
+def test_a_dead_mans_switch_is_well_failing_or_without_a_fleet() -> None:
+    (well,) = examine_heartbeats([switch(accepted_at=NOW), switch()], RUNS)
+    assert (well.subject, well.action) == ("fleet/lab", "")
+    assert well.text.endswith("(hc-ping.com) was last requested at 2026-11-26 03:12 UTC")
+    failing = switch(
+        accepted_at=NOW - timedelta(hours=1), failing_since=NOW, reason="hc-ping.com: no"
+    )
+    (broken,) = examine_heartbeats([switch(), failing], RUNS)
+    assert "not requested since 2026-11-26 03:12 UTC: hc-ping.com: no" in broken.text
+    assert broken.action
+    (idle,) = examine_heartbeats([switch()], set())
+    assert "the fleet does not run" in idle.text
+    assert idle.action == "`relaunch nodes list --fleet lab` starts it"
+    assert examine_heartbeats([WorkerStatus("1@a")], RUNS) == []
