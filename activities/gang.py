@@ -63,7 +63,7 @@ CASCADE_GATHER_TIMEOUT_S = 5.0
 """Seconds to wait for a root cause when only secondary failures have arrived. The rank that failed
 may still be writing its traceback, and an interpreter that holds GPUs then takes seconds to end. On
 a slow machine, with one second, a peer's broken connection, on another node, was reported as the
-cause."""
+cause. A node that answers later than that has as long again (`_find_gather_end`)."""
 STALE_AFTER_BEATS = 1.5
 """Heartbeat intervals without news after which a node's progress counts as unknown."""
 MAX_OBSERVATIONS = 16
@@ -111,9 +111,18 @@ class Lead:
     """In how many heartbeat intervals it has advanced."""
     moved_at: float = -math.inf
     """When that was counted last, by CLOCK_MONOTONIC."""
+    changed_at: datetime | None = None
+    """When the counter of any rank changed last."""
 
-    def note(self, position: int, interval: float) -> None:
-        """Note how far a rank has come; `interval` is that of heartbeats in seconds."""
+    def note(self, position: int, at: datetime, interval: float) -> None:
+        """Note that the counter of a rank has changed, and how far the rank has come.
+
+        Args:
+            position: How far.
+            at: When its counter changed.
+            interval: The interval of heartbeats in seconds.
+        """
+        self.changed_at = at if self.changed_at is None else max(self.changed_at, at)
         if self.position is not None and position <= self.position:
             return
         self.position = position
@@ -145,6 +154,11 @@ class NodeView:
     """The newest heartbeat stamp from which the lease was not renewed yet."""
     stamped_at: float = 0.0
     """When `stamp` was received, by `read_boot_clock`."""
+    answered_at: float = field(default_factory=time.monotonic)
+    """When what it had said of its ranks was complete last, by CLOCK_MONOTONIC; at first, when the
+    watch began."""
+    late_at: float = -math.inf
+    """When it answered after a silence that was longer than between heartbeats."""
     seq: int = 0
     steps: dict[int, RankStep] = field(default_factory=dict)
     checkpoints: dict[int, int] = field(default_factory=dict)
@@ -180,6 +194,8 @@ class WatchedShard:
         self._faults: list[tuple[Observation, bool]] = []
         """Faults, each with whether it may be the root cause. That is judged once, because
         thousands come together."""
+        self._fault_at = math.inf
+        """When the first of them was seen, by CLOCK_MONOTONIC."""
         self._returned: list[str] = []
         self._not_renewed = frozenset(input.lost)
         """Nodes that the job counts as lost. It may decide at any moment to go on without them,
@@ -207,7 +223,11 @@ class WatchedShard:
                 RankExited(node, rank, 0, 0, None, datetime.now(UTC)) for rank in ranks
             ]
         self._lead = Lead()
+        self._counted: frozenset[int] = frozenset()
+        """The ranks by which the pace was updated last."""
         self._looks = HangLooks(input)
+        self._advanced = self._advance_mark
+        """`_advance_mark` when the looks were cleared last."""
         self._step_times = StepTimes(
             input.stragglers, input.timeouts.heartbeat.total_seconds(), time.monotonic()
         )
@@ -224,9 +244,13 @@ class WatchedShard:
         return self.input.token.generation
 
     @property
+    def _heartbeat_s(self) -> float:
+        return self.input.timeouts.heartbeat.total_seconds()
+
+    @property
     def _tick(self) -> float:
         """Seconds after which time limits are checked without news."""
-        return max(0.05, min(1.0, self.input.timeouts.heartbeat.total_seconds() / 4))
+        return max(0.05, min(1.0, self._heartbeat_s / 4))
 
     # --- facts in
 
@@ -252,6 +276,15 @@ class WatchedShard:
         if view.misbehaves and view.good_beats < MIN_GOOD_BEATS:
             return
         view.misbehaves, view.silent_since = False, None
+        if not view.is_stalled:
+            answered, now = view.answered_at, time.monotonic()
+            view.answered_at = now
+            is_late = now - answered > STALE_AFTER_BEATS * self._heartbeat_s
+            # Of the answers since a fault the first one counts: on a busy machine all may be late.
+            if is_late and answered < self._fault_at:
+                view.late_at = now
+            if self._faults:
+                self._news.set()
         if view.reported_lost:
             view.reported_lost = view.reported_elsewhere = False
             self._returned.append(node)
@@ -318,9 +351,9 @@ class WatchedShard:
                 node, (one.rank for one in observations if isinstance(one, RankExited))
             )
             view.seq = seq
-            self._note_answer(node)
             for observation in observations:
                 self.add_observation(node, observation)
+            self._note_answer(node)
         elif "end" in line:
             self._note_answer(node)
 
@@ -348,6 +381,7 @@ class WatchedShard:
                 self._first_success = self._first_success or time.monotonic()
                 self._news.set()
                 return
+        self._fault_at = min(self._fault_at, time.monotonic())
         self._faults.append((observation, is_root(observation)))
         self._news.set()
 
@@ -368,7 +402,7 @@ class WatchedShard:
                 self._pace = replace(self._pace, restarts=True)
             counter = update_counter(known, step)
             if before is None or known != counter:
-                self._lead.note(counter.position, self.input.timeouts.heartbeat.total_seconds())
+                self._lead.note(counter.position, at, self._heartbeat_s)
                 moves = self._lead.moves
             else:
                 moves = before.lead_moves
@@ -391,42 +425,66 @@ class WatchedShard:
 
         The time is that of the last rank to reach it; the phase is that of one of the ranks.
         """
-        living = [
-            value
+        living = {
+            rank: value
             for view in self._nodes.values()
             # A node without a recent heartbeat is silent, not slow: its last report says nothing
             # about now.
             if not self._is_stale(view)
             for rank, value in view.steps.items()
             if rank not in view.exited and not self._all_exited(view)
-        ]
+        }
         if not living:
             return
-        phase = next((value.phase for value in living if value.phase), None)
-        living = self._leave_out_rare(living)
-        position = min(value.counter.position for value in living)
+        phase = next((value.phase for value in living.values() if value.phase), None)
+        counted = living.keys() - self._find_rare(living)
+        kept = [living[rank] for rank in counted]
+        position = min(value.counter.position for value in kept)
         before = self._pace.position
+        if counted != self._counted and before is not None and before < position:
+            # The step may have been that of a rank which counts no more, and be long ago.
+            self._pace = replace(self._pace, advanced_at=None)
+        self._counted = frozenset(counted)
         self._pace = advance(
             self._pace,
-            min(value.counter.step for value in living),
-            max(value.at for value in living if value.counter.position == position),
+            min(value.counter.step for value in kept),
+            max(value.at for value in kept if value.counter.position == position),
             phase,
             position,
         )
-        if self._pace.position != before:
+        if self._advance_mark != self._advanced:
+            self._advanced = self._advance_mark
             self._looks.clear()
 
-    def _leave_out_rare(self, living: list[RankStep]) -> list[RankStep]:
-        """Leave out ranks that do not report each step.
+    @property
+    def _advance_mark(self) -> tuple[int | None, datetime | None]:
+        """What changes when training advances."""
+        return self._pace.position, self._lead.changed_at if self.input.in_lockstep else None
+
+    def _find_rare(self, ranks: Mapping[int, RankStep]) -> frozenset[int]:
+        """Return ranks that do not report each step.
 
         One that prints `resumed at step 60`, and nothing more, says nothing about training. In
         lockstep no rank goes on without the others, so one that others have left behind for two
         heartbeats does not hold them up.
         """
         if not self.input.in_lockstep:
-            return living
+            return frozenset()
         oldest = self._lead.moves - RARE_MOVES
-        return [value for value in living if value.lead_moves > oldest] or living
+        rare = frozenset(rank for rank, value in ranks.items() if value.lead_moves <= oldest)
+        return frozenset() if len(rare) == len(ranks) else rare
+
+    def _judged_pace(self) -> Pace:
+        """Return the pace by which training counts as late, or as hung.
+
+        In lockstep an advance of any rank is one of all. That some rank is left behind shows only
+        after two heartbeats, and until then its last step may be long ago: the watch may be new, or
+        a step may take longer than half of the limit.
+        """
+        pace, changed = self._pace, self._lead.changed_at
+        if not self.input.in_lockstep or pace.advanced_at is None or changed is None:
+            return pace
+        return replace(pace, advanced_at=max(pace.advanced_at, changed))
 
     def _find_checkpoint(self) -> int | None:
         """Return the newest checkpoint that is finished by all ranks that report theirs.
@@ -566,14 +624,35 @@ class WatchedShard:
 
     async def _gather(self) -> None:
         await asyncio.sleep(GATHER_DELAY_S)
-        until = time.monotonic() + CASCADE_GATHER_TIMEOUT_S + self.exit_delay
-        while self._may_have_later_root() and time.monotonic() < until:
+        while self._may_have_later_root():
+            left = self._find_gather_end() - time.monotonic()
+            if left <= 0.0:
+                return
             self._news.clear()
             try:
-                async with asyncio.timeout(max(0.0, until - time.monotonic())):
+                async with asyncio.timeout(left):
                     await self._news.wait()
             except TimeoutError:
-                return
+                continue
+
+    def _find_gather_end(self) -> float:
+        """Return until when a root cause may still come, by CLOCK_MONOTONIC.
+
+        A node that has not answered since the fault may be slow, and have the root: it is waited
+        for, but no longer than a lease, before which its ranks cannot be replaced anyway. One whose
+        first answer was late may need some seconds more for the exits.
+        """
+        wait = CASCADE_GATHER_TIMEOUT_S + self.exit_delay
+        limit = min(self.input.timeouts.lease, self.input.timeouts.lost_after).total_seconds()
+        ends = [self._fault_at + wait]
+        for view in self._nodes.values():
+            if self._all_exited(view) or view.reported_lost:
+                continue
+            if view.answered_at < self._fault_at:
+                ends.append(view.answered_at + limit)
+            elif view.late_at >= self._fault_at:
+                ends.append(view.late_at + wait)
+        return max(ends)
 
     def _may_have_later_root(self) -> bool:
         """Return whether only secondary failures have arrived, and another rank may be the root."""
@@ -691,15 +770,19 @@ class WatchedShard:
         now = datetime.now(UTC)
         if all(self._is_stale(view) for view in self._nodes.values()):
             return None  # if no node is heard, none can be judged as hung
-        positions = {
-            rank: value.counter.position
+        steps = {
+            rank: value
             for view in self._nodes.values()
             for rank, value in view.steps.items()
             if rank not in view.exited
         }
+        rare = self._find_rare(steps)
+        positions = {
+            rank: value.counter.position for rank, value in steps.items() if rank not in rare
+        }
         overdue = self._find_overdue(now)
         expected, silent = self._list_expected()
-        hang = self._looks.judge(self._pace, overdue, expected, silent, positions, now)
+        hang = self._looks.judge(self._judged_pace(), overdue, expected, silent, positions, now)
         if hang is None:
             return None
         slowest = sorted(positions, key=lambda rank: (positions[rank], rank))
@@ -725,10 +808,10 @@ class WatchedShard:
         return tuple(found[:MAX_NAMED])
 
     def _find_overdue(self, now: datetime) -> Overdue | None:
-        finished = self._first_success
-        return find_overdue(self._pace, self.input.hang, now) or find_late_exit(
+        finished, pace = self._first_success, self._judged_pace()
+        return find_overdue(pace, self.input.hang, now) or find_late_exit(
             None if finished is None else timedelta(seconds=time.monotonic() - finished),
-            self._pace,
+            pace,
             self.input.timeouts.exit_barrier,
             now,
         )
@@ -772,13 +855,13 @@ class WatchedShard:
             now = datetime.now(UTC)
             overdue = self._find_overdue(now)
             is_watched = self._first_stamps.is_set() and not self.input.hang_known
-            if not is_watched or not self._looks.are_wanted(self._pace, overdue, now):
+            if not is_watched or not self._looks.are_wanted(self._judged_pace(), overdue, now):
                 await asyncio.sleep(self._tick)
                 continue
-            begun, advanced = time.monotonic(), self._pace.position
+            begun, advanced = time.monotonic(), self._advance_mark
             framed = self._looks.needs_frames(overdue)
             looks = await read_looks(reach, self.input.token, self._list_ranks(), framed=framed)
-            if self._pace.position == advanced:
+            if self._advance_mark == advanced:
                 self._looks.add(looks, begun, framed=framed)
                 self._news.set()
             until = begun + self._looks.interval

@@ -18,10 +18,21 @@ its program."""
 
 async def start_dev_server(**options: Any) -> WorkflowEnvironment:
     """Start the real server that `up` starts; `options` are those of the SDK's `start_local`."""
+    database = Path(options.get("dev_server_database_filename") or "")
+    is_new = not database.exists()
+
+    def remove_unfinished() -> None:
+        # A server creates its tables in a new file only: on one whose server was killed before it
+        # had created all of them, none starts.
+        for suffix in ("-wal", "-shm", "-journal", ""):
+            if is_new:
+                database.with_name(f"{database.name}{suffix}").unlink(missing_ok=True)
+
     return await _start(
         lambda: WorkflowEnvironment.start_local(
             dev_server_existing_path=str(find_server()), dev_server_log_level="error", **options
-        )
+        ),
+        remove_unfinished,
     )
 
 
@@ -34,7 +45,10 @@ async def start_time_skipping_server(program: Path, **options: Any) -> WorkflowE
     )
 
 
-async def _start(start: Callable[[], Awaitable[WorkflowEnvironment]]) -> WorkflowEnvironment:
+async def _start(
+    start: Callable[[], Awaitable[WorkflowEnvironment]],
+    clean_up: Callable[[], None] = lambda: None,
+) -> WorkflowEnvironment:
     deadline = time.monotonic() + START_TIMEOUT
     while True:
         try:
@@ -42,3 +56,4 @@ async def _start(start: Callable[[], Awaitable[WorkflowEnvironment]]) -> Workflo
         except RuntimeError as error:
             if "did not start within" not in str(error) or time.monotonic() > deadline:
                 raise
+            clean_up()

@@ -3,6 +3,9 @@
 `temporal server start-dev` creates its tables in a new file only, and never alters those of an
 existing one. Nor does it look at them: a server of another version starts, and fails where it
 meets a table that it does not know. So the version that wrote a file is noted beside it.
+
+For the same reason a server that is killed while it creates its tables leaves a file on which none
+ever starts again. Such a file is removed.
 """
 
 from __future__ import annotations
@@ -28,6 +31,11 @@ VERSION_TIMEOUT_S = 30.0
 CREATE_TIMEOUT_S = 60.0
 """Seconds. A server creates its tables within half a second of two idle cores."""
 
+JOURNALS = ("-wal", "-shm", "-journal")
+"""What SQLite appends to the name of a database for the files that belong to it."""
+FIRST_ROWS = ("namespaces", "executions", "history_node")
+"""Tables of which one has a row in each database that a server has ever been ready on."""
+
 Schema = frozenset[tuple[str, str, str]]
 """Kind, name and definition of each table and index."""
 
@@ -51,11 +59,14 @@ class Writer:
 def check_database(state: Path, program: Path) -> None:
     """Refuse a database that the server in `program` must not open, before it opens it.
 
+    One in which a server had not yet created all of its tables is removed.
+
     Raises:
         ConfigError: A newer server wrote the file, or one with other tables.
     """
     path = state / DATABASE
     if not path.exists():
+        (state / NOTE_FILE).unlink(missing_ok=True)  # it is about another file
         return
     noted = read_writer(state)
     if noted is not None and noted.file == _read_signature(program):
@@ -68,7 +79,10 @@ def check_database(state: Path, program: Path) -> None:
             f" {_describe_remedy(noted)}"
         )
     is_same = noted is not None and noted.release == ours.release
-    if not is_same and read_schema(path) != _create_schema(program):
+    if not is_same and (found := read_schema(path)) != (expected := _create_schema(program)):
+        if found < expected and not _has_rows(path, found):
+            _remove(path)
+            return
         by = (
             f"Temporal server {noted.server}"
             if noted
@@ -148,6 +162,25 @@ def read_schema(path: Path) -> Schema:
     raise ConfigError(
         f"database {path} cannot be read: {failed}; choose another state folder with --state"
     )
+
+
+def _has_rows(path: Path, schema: Schema) -> bool:
+    """Return whether a server has ever been ready on a database."""
+    import sqlite3
+
+    tables = {name for kind, name, _ in schema if kind == "table"}
+    with contextlib.closing(sqlite3.connect(path)) as file:
+        return any(
+            file.execute(f"select 1 from {name} limit 1").fetchone()
+            for name in FIRST_ROWS
+            if name in tables
+        )
+
+
+def _remove(path: Path) -> None:
+    """Remove a database that is not finished. Its journals go first: SQLite would replay them."""
+    for suffix in (*JOURNALS, ""):
+        path.with_name(f"{path.name}{suffix}").unlink(missing_ok=True)
 
 
 def _create_schema(program: Path) -> Schema:

@@ -54,11 +54,32 @@ def climb(job: JobState, recovering: Recovery, now: datetime, without: tuple[str
     repeated = find_bad_checkpoint(job)
     if repeated is None or not ends_resumes(repeated, fault):
         return _climb(job, fault, recovering, now, without)
-    if may_be_node(job, repeated, fault):
+    is_unhealthy = recovering.verdict is Verdict.UNHEALTHY
+    if may_be_node(job, repeated, fault) or is_unhealthy:
         decision = _climb(job, fault, recovering, now, without)
         if not isinstance(decision, Stop):
             return decision
+    elif recovering.verdict is None and _may_be_corrupted(job, fault):
+        return _examine(job, recovering.fault, now)
+    if is_unhealthy:
+        without = tuple(dict.fromkeys((*without, *fault.nodes)))
     return ask_about_checkpoint(job, repeated, fault, ANSWERS, without)
+
+
+def _may_be_corrupted(job: JobState, fault: Diagnosis) -> bool:
+    """Return whether a broken GPU may have computed a NaN, and no node of this incident was
+    examined for that.
+
+    An examination takes minutes and no person, and a question hours.
+    """
+    return (
+        fault.cause is Cause.NUMERICS
+        and any(Verdict.UNHEALTHY in rung.when for rung in job.policy.ladder(fault.cause))
+        and not (
+            job.incident is not None
+            and any(one.decision == "Examine" for one in job.incident.decisions)
+        )
+    )
 
 
 def _climb(

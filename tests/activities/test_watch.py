@@ -176,6 +176,58 @@ async def test_s1_3_echoes_wait_for_a_root_that_is_reported_late(
     assert isinstance(root, RankExited) and root.rank == 3
 
 
+async def test_echoes_wait_for_a_node_that_has_not_answered_since(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The failed rank's node is slow: whatever it reports comes 2 s later."""
+    monkeypatch.setattr(relaunch.activities.gang, "CASCADE_GATHER_TIMEOUT_S", 0.5)
+    fleet = stand(
+        Script(
+            (
+                Cut(node="n2", after=0.5, lasts=2.0),
+                Exit(rank=3, exit_code=1, after=0.6, error=error_file("boom")),
+                Exit(rank=0, exit_code=1, after=0.6, log_tail=CASCADE),
+            )
+        ),
+        timeouts={"lease": "60s", "lost_after": "60s"},
+    )
+    await fleet.launch()
+    fault = (await fleet.watch()).events[-1]
+    assert isinstance(fault, FaultObserved)
+    assert [is_root(one) for one in fault.observations] == [True, False, False, False]
+    first = fault.observations[0]
+    assert isinstance(first, RankExited) and first.rank == 3
+
+
+@pytest.mark.parametrize("limit", ["lease", "lost_after"])
+async def test_echoes_wait_for_a_lost_node_no_longer_than_is_safe(
+    limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relaunch.activities.gang, "CASCADE_GATHER_TIMEOUT_S", 0.1)
+    fleet = stand(ranks=1, timeouts={"lease": "1h", "lost_after": "1h", limit: "2s"})
+    gang = WatchedShard(fleet.watch_input(), Pace(ago(1.0), expected=False))
+    began = time.monotonic()
+    gang.add_observation("n1", RankExited("n1", 0, 0, 1, None, ago(0.0), log_tail=CASCADE))
+    fault = (await asyncio.wait_for(gang.report(), 60.0)).events[-1]
+    assert time.monotonic() - began >= 1.9
+    assert isinstance(fault, FaultObserved)
+    assert [node for node, _ in fault.silent] == ["n1", "n2"]
+
+
+async def test_echoes_wait_for_no_node_that_is_known_to_be_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(relaunch.activities.gang, "CASCADE_GATHER_TIMEOUT_S", 0.1)
+    echo = Exit(rank=0, exit_code=1, after=0.6, log_tail=CASCADE)
+    fleet = stand(
+        Script((Cut(node="n2", after=0.2), echo)), timeouts={"lease": "1h", "lost_after": "1h"}
+    )
+    await fleet.launch()
+    await asyncio.sleep(0.5)
+    fault = (await fleet.watch(lost=("n2",))).events[-1]
+    assert isinstance(fault, FaultObserved)
+
+
 async def test_echoes_of_all_ranks_wait_for_no_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relaunch.activities.gang, "CASCADE_GATHER_TIMEOUT_S", 3600.0)
     fleet = stand(Script((Exit(exit_code=1, log_tail=CASCADE),)))
@@ -386,13 +438,23 @@ async def test_a_flat_step_is_a_hang_and_names_the_slowest_ranks() -> None:
     assert "has not changed" in hang.reason
 
 
-@pytest.mark.parametrize("gang", ["lockstep", "independent"])
-async def test_a_rank_that_says_a_step_once_stops_no_lockstep_gang(gang: str) -> None:
-    """Each rank prints that it resumes at step 60, and only rank 0 prints the steps after that."""
-    resumed = tuple(Progress(rank=rank, steps=((0.0, 60),)) for rank in (1, 2, 3))
-    advances = Progress(rank=0, steps=((0.0, 60), *((0.2 * n, 60 + n) for n in range(1, 20))))
-    ends = Exit(exit_code=0, after=4.0)
-    fleet = stand(Script((*resumed, advances, ends)))
+RESUMED = tuple(Progress(rank=rank, steps=((0.0, 60),)) for rank in (1, 2, 3))
+"""Each rank prints that it resumes at step 60, and only rank 0 prints the steps after that."""
+
+
+@pytest.mark.parametrize(
+    ("gang", "step_s"),
+    [
+        ("independent", 0.2),
+        ("lockstep", 0.2),
+        pytest.param("lockstep", 1.2, id="two steps take longer than the limit"),
+    ],
+)
+async def test_a_rank_that_says_a_step_once_stops_no_lockstep_gang(
+    gang: str, step_s: float
+) -> None:
+    steps = tuple((step_s * n, 60 + n) for n in range(round(4.0 / step_s)))
+    fleet = stand(Script((*RESUMED, Progress(rank=0, steps=steps), Exit(exit_code=0, after=4.0))))
     await fleet.launch()
     # A limit that the user chose acts as written: no rank is looked at before.
     limits = HangLimits.model_validate({"after": "2s", "at_most": "2s"})
@@ -401,13 +463,44 @@ async def test_a_rank_that_says_a_step_once_stops_no_lockstep_gang(gang: str) ->
     assert bool(hangs) == (gang == "independent")
     if gang == "lockstep":
         assert report.all_succeeded
-        assert any(isinstance(one, ProgressSeen) and one.step > 70 for one in report.events)
+
+
+async def test_a_new_watch_takes_a_step_said_once_long_ago_for_no_hang() -> None:
+    steps = tuple((0.2 * n, 60 + n) for n in range(28))
+    fleet = stand(Script((*RESUMED, Progress(rank=0, steps=steps), Exit(exit_code=0, after=5.6))))
+    await fleet.launch()
+    limits = HangLimits.model_validate({"after": "2s", "first_step": "2s", "at_most": "2s"})
+    report = await fleet.watch(hang=limits, report_at_step=73)
+    assert isinstance(report.events[-1], StepReached)
+    report = await fleet.watch(hang=limits, after_seq=report.after_seq)
+    assert report.all_succeeded, report
+    assert any(isinstance(one, ProgressSeen) and one.step > 73 for one in report.events)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_step_said_once_is_no_interval_to_learn_from(answers: bool) -> None:
+    fleet = stand(ranks=1)
+    gang = WatchedShard(fleet.watch_input(), Pace(ago(3600.0), expected=True))
+
+    def hear(node: str, rank: int, step: int, age: float) -> None:
+        progress = {str(rank): {"step": step, "age": age}}
+        line = {"heartbeat": {"stamp": 1.0, "alive": [], "lease_left": 1.0, "progress": progress}}
+        gang.process_line(node, line)
+
+    hear("n2", 1, 60, 3000.0)
+    for step in range(2000, 2006):
+        hear("n1", 0, step, 0.0)
+        if answers:
+            hear("n2", 1, 60, 3000.0)
+        time.sleep(fleet.watch_input().timeouts.heartbeat.total_seconds())
+    pace = gang.heartbeat().pace
+    assert pace.step == 2005
+    assert 0 < len(pace.intervals) < 5 and max(pace.intervals) < 100.0
 
 
 async def test_a_gang_hangs_also_where_some_ranks_say_a_step_once() -> None:
-    resumed = tuple(Progress(rank=rank, steps=((0.0, 60),)) for rank in (1, 2, 3))
     advances = Progress(rank=0, steps=((0.0, 60), *((0.2 * n, 60 + n) for n in range(1, 10))))
-    fleet = stand(Script((*resumed, advances)))
+    fleet = stand(Script((*RESUMED, advances)))
     await fleet.launch()
     report = await fleet.watch(hang=HangLimits.model_validate({"after": "1s"}))
     hang = report.events[-1]

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from relaunch.cli.database import DATABASE, NOTE_FILE, check_database, read_program, read_schema
-from relaunch.cli.service import find_server
+from relaunch.cli.service import choose_port, find_server
 from relaunch.config import ConfigError
 from relaunch.temporal import find_running_up
 from tests.console.commands import STARTER, bare_environment
@@ -104,7 +104,50 @@ def test_a_database_is_opened_by_its_own_server_or_refused(tmp_path: Path) -> No
     assert not note.exists()
 
 
+def kill_while_creating(database: Path) -> None:
+    """Kill a server after it has created some of its tables."""
+    port = str(choose_port("--port", 0))
+    command = [str(find_server()), "server", "start-dev", "--headless", "--port", port]
+    deadline = time.monotonic() + DEADLINE
+    while True:
+        server = subprocess.Popen(
+            [*command, "--db-filename", str(database)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            while not (database.exists() and database.stat().st_size):
+                assert server.poll() is None and time.monotonic() < deadline
+                time.sleep(0.001)
+        finally:
+            server.kill()
+            server.wait()
+        if "cluster_metadata_info" not in {name for _, name, _ in read_schema(database)}:
+            return
+        database.unlink()  # it was faster
+
+
 @pytest.mark.long
+def test_a_server_killed_while_it_creates_tables_starts_again(tmp_path: Path) -> None:
+    state = tmp_path / ".relaunch"
+    state.mkdir(mode=0o700)
+    kill_while_creating(state / DATABASE)
+    with keep_up(tmp_path):
+        pass
+    (state / NOTE_FILE).unlink()
+    # One that was in use is kept, also if it has fewer tables: an older server wrote it.
+    with closing(sqlite3.connect(state / DATABASE)) as file:
+        file.execute("drop table nexus_endpoints")
+        file.commit()
+    with pytest.raises(ConfigError, match="unknown version"):
+        check_database(state, find_server())
+    # The note of a database that a person has moved away says nothing about the next one.
+    (state / NOTE_FILE).write_text("{}")
+    (state / DATABASE).rename(tmp_path / "moved.db")
+    check_database(state, find_server())
+    assert not (state / NOTE_FILE).exists()
+
+
 def test_a_server_with_the_same_tables_opens_an_older_file(tmp_path: Path) -> None:
     newer = make_program(tmp_path, "1000.0.0")
     with keep_up(tmp_path):

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 
+from relaunch.activities.gang import CASCADE_GATHER_TIMEOUT_S
 from relaunch.backends.local import cut, heal
 from tests.chaos.world import ROOT, Job, World, chaos_policy, eventually
 
@@ -241,7 +242,8 @@ async def test_a_preset_finds_the_step_in_what_one_rank_prints(world: World) -> 
 async def test_s3_6_the_failed_ranks_traceback_reaches_the_incident(
     world: World,
 ) -> None:
-    job = await world.submit(nproc=2)
+    # On a busy machine n2 may report its rank long after n1 has reported those that it broke.
+    job = await world.submit(nproc=2, policy=chaos_policy({"lease": "60s", "lost_after": "60s"}))
     await trained(job, 1)
     (job.folder / "fail.3").write_text("the loss is not a number")
     await trained(job, 2)
@@ -254,6 +256,36 @@ async def test_s3_6_the_failed_ranks_traceback_reaches_the_incident(
     assert str(incident.certainty) == "certain"
     state = await job.state()
     assert [(str(t.cause), t.spent) for t in state.tries] == [("APPLICATION", True)]
+    await finish(job)
+
+
+@pytest.mark.long
+async def test_s3_6_a_slow_node_is_asked_for_the_cause(world: World) -> None:
+    policy = chaos_policy({"lease": "60s", "lost_after": "60s"}, hang={})
+    job = await world.submit(nproc=2, policy=policy)
+    await trained(job, 1)
+    await job.until_watched()
+    stopped = [job.agent_pid("n2", who) for who in ("shim", "supervisor")]
+    for pid in stopped:
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        (job.folder / "fail.3").write_text("the loss is not a number")
+
+        async def have_failed() -> bool:
+            return not job.rank_pids("n1")
+
+        await job.until(have_failed, "the ranks of n1 do not see that rank 3 is gone")
+        await asyncio.sleep(CASCADE_GATHER_TIMEOUT_S + 3.0)
+        assert await job.phase() == ("RUNNING", 1)
+    finally:
+        for pid in stopped:
+            if pid is not None:
+                os.kill(pid, signal.SIGCONT)
+    await trained(job, 2)
+    (incident,) = await job.incidents()
+    assert (str(incident.cause), incident.ranks) == ("APPLICATION", (3,)), incident.reason
+    assert "RuntimeError: the loss is not a number" in incident.reason
     await finish(job)
 
 

@@ -30,7 +30,7 @@ def searched(examples: int) -> settings:
         derandomize=not DEEP,
         database=None,
         deadline=None,
-        phases=(Search.generate, Search.shrink),
+        phases=(Search.explicit, Search.generate, Search.shrink),
         suppress_health_check=list(HealthCheck),
     )
 

@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 from random import Random
 from typing import Any
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
@@ -103,6 +103,13 @@ class Job:
 
     def holds(self, node: str) -> bool:
         return any(place.node == node for place in self.places)
+
+
+def sent_answer(record: ClaimRecord) -> Grant | None:
+    """Return the answer as the job has got it: the record has the places elsewhere."""
+    if record.answer is None or record.answer.kind != "granted":
+        return record.answer
+    return replace(record.answer, places=record.granted or ())
 
 
 class World:
@@ -300,8 +307,8 @@ class World:
 
     def check_grant(self, grant: Grant, record: ClaimRecord, before: FleetState) -> None:
         claim = record.claim
-        if any(one.claim == claim and one.answer == grant for one in before.claims):
-            return  # told again
+        if any(one.claim == claim and sent_answer(one) == grant for one in before.claims):
+            return  # sent again, and the job may have it since long ago
         names = [place.node for place in grant.places]
         assert (grant.submission, grant.seq) == (claim.submission, claim.seq)
         assert claim.nodes <= len(names) == len(set(names)) <= claim.max_nodes
@@ -716,7 +723,20 @@ class World:
             gone = self.closed.pop(0)
             self.to_fleet.append(EndedJobs(((gone.name, gone.submission),)))
 
+    def ask_who_ended(self) -> None:
+        """Ask about each open claim, as the fleet does each minute: what a fleet that ended before
+        has heard is not known to the next one."""
+        here = {(job.name, job.submission) for job in self.jobs.values()}
+        ended = tuple(
+            record.key
+            for record in self.state.claims
+            if not record.is_closed and record.key not in here
+        )
+        if ended:
+            self.to_fleet.append(EndedJobs(ended))
+
     def go_on(self) -> None:
+        self.ask_who_ended()
         while self.to_fleet:
             self.deliver()
         for node in sorted(self.repairs):
@@ -779,6 +799,8 @@ SHARED = (
 RUNS = st.lists(st.integers(0, 2**16), min_size=40, max_size=120)
 
 
+@example([85, 521, 1305, 48523, 61686, 243, 1312])  # a fleet is lost that knew of an ended job
+@example([72, 85, 126, 661, 65535, 65536])  # a grant that is sent again 11 s after the probe
 @given(RUNS)
 @searched(15)
 def test_no_gpu_has_two_owners_and_every_feasible_job_is_served(numbers: list[int]) -> None:

@@ -57,6 +57,7 @@ HEADER = "safetensors_rust.SafetensorError: Error while deserializing header: He
 BUFFER = HEADER.replace("HeaderTooLarge", "MetadataIncompleteBuffer")
 MISMATCH = "RuntimeError: Error(s) in loading state_dict for GPT:\n\tsize mismatch for wte.weight"
 NAN = "FloatingPointError: loss is nan at step 501"
+APPROVED = this(Answered("approve", "it is moved away", "ada"))
 
 
 def trained(rules: Policy | None = None, **spec: Any) -> JobState:
@@ -98,7 +99,8 @@ def test_the_question_names_the_error_and_what_to_do(snapshot: SnapshotAssertion
     job = play(
         job,
         (raised(NAN, node="n1"), "RESTART_IN_PLACE", 499),
-        (raised(NAN, node="n1"), "ASK", 499),
+        (raised(NAN, node="n1"), "EXAMINE n1", 499),
+        (examine(n1="HEALTHY"), "ASK"),
     )
     assert (job.reason, job.next.what) == snapshot(name="folder")
 
@@ -114,7 +116,7 @@ def test_the_question_names_the_error_and_what_to_do(snapshot: SnapshotAssertion
 def test_the_same_error_at_the_same_step_asks(first: int | None, second: int | None) -> None:
     job = trained(nodes=1)
     turns = [
-        (raised(NAN, node="n1"), expected, *(() if number is None else (number,)))
+        (raised(BUG, node="n1"), expected, *(() if number is None else (number,)))
         for expected, number in (("RESTART_IN_PLACE", first), ("ASK", second))
     ]
     play(job, *turns)
@@ -278,10 +280,10 @@ def test_progress_forgets_the_error() -> None:
 
 
 def test_an_hour_at_older_steps_is_no_progress() -> None:
-    job = play(trained(nodes=1), (raised(NAN, node="n1"), "RESTART_IN_PLACE", 480))
+    job = play(trained(nodes=1), (raised(BUG, node="n1"), "RESTART_IN_PLACE", 480))
     job, _ = step(relaunched(job), DeadlinePassed(), at(3600))
     assert job.incident is None
-    play(job, (raised(NAN, node="n1"), "ASK", 480))
+    play(job, (raised(BUG, node="n1"), "ASK", 480))
 
 
 # --- where a node may be at fault
@@ -324,6 +326,58 @@ def test_an_unhealthy_node_is_replaced_before_a_person_is_asked() -> None:
     )
 
 
+# --- a NaN, which a broken GPU may have computed
+
+AGAIN = (raised(NAN, node="n1"), "RESTART_IN_PLACE", 480)
+
+
+@pytest.mark.parametrize("verdict", ["HEALTHY", "UNKNOWN"])
+def test_a_nan_has_its_node_examined_before_a_person_is_asked(verdict: str) -> None:
+    job = play(
+        trained(nodes=1),
+        AGAIN,
+        (raised(NAN, node="n1"), "EXAMINE n1", 480),
+        (examine(n1=verdict), "ASK"),
+    )
+    assert f"n1 examined: {verdict}" in job.reason and "probably bad" in job.reason
+    # Once an incident: an approval costs one launch, not one examination more.
+    play(job, (APPROVED, "LAUNCH"), (raised(NAN, node="n1"), "ASK", 480))
+
+
+def test_a_nan_of_an_unhealthy_node_replaces_it_without_a_person() -> None:
+    play(
+        trained(nodes=1),
+        AGAIN,
+        (raised(NAN, node="n1"), "EXAMINE n1", 480),
+        (examine(n1="UNHEALTHY"), "REPLACE_NODE without n1 avoiding n1"),
+        (raised(NAN, node="n2"), "ASK", 480),
+    )
+
+
+def test_a_nan_on_different_nodes_has_the_last_one_examined() -> None:
+    play(
+        trained(),
+        (raised(NAN, node="n1"), "RESTART_IN_PLACE", 480),
+        (raised(NAN, node="n2"), "EXAMINE n2", 480),
+        (examine(n2="HEALTHY"), "ASK"),
+    )
+
+
+def test_a_person_who_is_asked_goes_on_without_an_unhealthy_node() -> None:
+    job = play(
+        replace(trained(nodes=1), flat_generations=1),
+        AGAIN,
+        (raised(NAN, node="n1"), "EXAMINE n1", 480),
+        (examine(n1="UNHEALTHY"), "ASK"),
+    )
+    assert job.asked is not None and job.asked.without == ("n1",)
+
+
+def test_a_nan_asks_at_once_where_no_verdict_changes_the_ladder() -> None:
+    rules = policy(causes={"NUMERICS": [{"strategy": "RESTART_IN_PLACE", "tries": 9}]})
+    play(trained(rules, nodes=1), AGAIN, (raised(NAN, node="n1"), "ASK", 480))
+
+
 # --- what the policy and people say
 
 
@@ -358,9 +412,6 @@ def asking() -> JobState:
         (raised(TORN, node="n1"), "RESTART_IN_PLACE"),
         (raised(TORN, node="n1"), "ASK"),
     )
-
-
-APPROVED = this(Answered("approve", "it is moved away", "ada"))
 
 
 def test_each_approval_launches_once_until_the_program_resumes() -> None:
