@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import datetime, timedelta
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -38,9 +39,9 @@ from relaunch.job.events import (
     StepReached,
     Submitted,
 )
-from relaunch.job.ledger import measure_wall, settle
+from relaunch.job.ledger import MAX_ENTRIES, measure_wall, settle
 from relaunch.job.replay import Step, restore
-from relaunch.job.state import ExaminedNode, JobState, Phase, Slot
+from relaunch.job.state import ExaminedNode, Incident, JobState, Phase, Slot
 from relaunch.job.step import step
 from relaunch.spec.policy import Policy, Strategy
 from tests.recovery.builders import T0, at, error, exited, new_job, policy, xid
@@ -71,6 +72,21 @@ def check_sums(job: JobState, now: datetime) -> None:
         cost = sum((one.costs.get(account, NONE) for one in incidents), NONE)
         assert not cost or account.is_loss
         assert cost <= settled.ledger.totals.get(account, NONE) + NONE, account
+    for one in incidents:
+        check_entries(one)
+
+
+def check_entries(incident: Incident) -> None:
+    """The entries of an incident are in order, and are what it cost if none was dropped."""
+    entries = incident.entries
+    assert len(entries) <= MAX_ENTRIES
+    assert all(one.begin < one.end for one in entries)
+    assert all(one.end <= other.begin for one, other in pairwise(entries)), entries
+    if len(entries) < MAX_ENTRIES:
+        spent: dict[Account, timedelta] = {}
+        for one in entries:
+            spent[one.account] = spent.get(one.account, NONE) + one.end - one.begin
+        assert spent == incident.costs
 
 
 def begun(*, start: float = 10.0, **changes: Any) -> JobState:
@@ -127,6 +143,12 @@ def test_a_fault_costs_the_work_since_the_checkpoint_and_a_start() -> None:
     }
     assert costs(job) == {"lost_work": 30, "detecting": 1, "stopping": 2, "launching": 13}
     assert job.incidents[-1].recovered == at(130)
+    assert [(one.account.value, one.begin, one.end) for one in job.incidents[-1].entries] == [
+        ("lost_work", at(70), at(100)),
+        ("detecting", at(100), at(101)),
+        ("stopping", at(101), at(103)),
+        ("launching", at(103), at(116)),
+    ]
     assert totals(settle(job, at(200)))["productive"] == 50 + 84
 
 

@@ -22,9 +22,11 @@ from relaunch.activities import sampler
 from relaunch.activities.running_watches import RunningWatches
 from relaunch.activities.sampler import StateSampler
 from relaunch.job.state import Phase
+from relaunch.job.trace import ClosedIncident
 from relaunch.temporal import data_converter
 from relaunch.workflows.runner import TaskRunner
 from relaunch.workflows.training_job import metrics
+from relaunch.workflows.training_job.traces import set_sink
 from relaunch.workflows.training_job.workflow import TrainingJob
 from tests.fakes.nodes import Exit, Script
 from tests.recovery.builders import new_job
@@ -67,13 +69,16 @@ def meters() -> Meters:
 
 
 async def test_an_incident_is_counted_once_and_not_again_on_replay(
-    server: Client, tmp_path: Path, meters: Meters
+    server: Client, tmp_path: Path, meters: Meters, request: pytest.FixtureRequest
 ) -> None:
     config = server.service_client.config
     client = await Client.connect(
         config.target_host, data_converter=data_converter(), runtime=meters.runtime
     )
     script = Script((Exit(generation=1, rank=0, exit_code=3),), then="succeed")
+    handed_over: list[ClosedIncident] = []
+    set_sink(handed_over.append)
+    request.addfinalizer(lambda: set_sink(None))
     # Nothing is kept in a cache: each workflow task replays all that came before it, and so does
     # each query, which may come before the task of what it replays.
     async with rig(client, tmp_path, script, cached=0) as made:
@@ -107,6 +112,9 @@ async def test_an_incident_is_counted_once_and_not_again_on_replay(
     meters.read(metrics.FAULTS)
     ours = {name: count for name, count in meters.counts.items() if name.startswith("relaunch")}
     assert ours == {name: before[name] for name in ours}
+    (closed,) = handed_over
+    assert closed.incident == incident
+    assert (closed.job, closed.number, closed.workflow) == (job.name, 0, job.handle.id)
 
 
 async def test_a_worker_counts_nothing_twice_and_forgets_the_oldest(
