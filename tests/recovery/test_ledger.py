@@ -40,6 +40,7 @@ from relaunch.job.events import (
     Submitted,
 )
 from relaunch.job.ledger import MAX_ENTRIES, measure_wall, settle
+from relaunch.job.measures import measure_accounts
 from relaunch.job.replay import Step, restore
 from relaunch.job.state import ExaminedNode, Incident, JobState, Phase, Slot
 from relaunch.job.step import step
@@ -56,7 +57,9 @@ Turn = tuple[float, Event]
 
 def play(job: JobState, *turns: Turn) -> JobState:
     for seconds, event in turns:
+        before = job
         job, _ = step(job, event, at(seconds))
+        check_counts(before, job)
         check_sums(job, at(seconds))
     return job
 
@@ -74,6 +77,14 @@ def check_sums(job: JobState, now: datetime) -> None:
         assert cost <= settled.ledger.totals.get(account, NONE) + NONE, account
     for one in incidents:
         check_entries(one)
+
+
+def check_counts(before: JobState, after: JobState) -> None:
+    """What a metric has counted is never taken back, and is all time that is charged for good."""
+    counted, more = measure_accounts(before.ledger), measure_accounts(after.ledger)
+    assert all(more.get(account, 0) >= seconds for account, seconds in counted.items())
+    charged = sum(after.ledger.totals.values(), NONE) - after.ledger.at_risk
+    assert 0 <= charged.total_seconds() - sum(more.values()) < len(Account)
 
 
 def check_entries(incident: Incident) -> None:
@@ -374,7 +385,8 @@ def test_a_drain_at_a_checkpoint_loses_no_work() -> None:
 def ended(job: JobState, seconds: float) -> JobState:
     """The ranks of a job that ends are gone."""
     assert job.ending is not None
-    job = finish(job, at(seconds))
+    before, job = job, finish(job, at(seconds))
+    check_counts(before, job)
     check_sums(job, at(seconds))
     return job
 
@@ -390,6 +402,7 @@ def test_what_a_failed_job_kept_is_unknown_without_checkpoints() -> None:
     rules = policy(causes={"APPLICATION": [{"strategy": "FAIL"}]})
     job = play(begun(policy=rules), (101, report(1, 9, 99)), (101, failed(1, 100)))
     assert totals(job)["productive"] == 90
+    assert measure_accounts(job.ledger)[Account.PRODUCTIVE] == 0, "it is not known yet"
     job = ended(job, 103)
     assert totals(job)["unknown"] == 90 and "productive" not in totals(job)
 
@@ -473,6 +486,7 @@ def test_the_accounts_of_every_job_add_up_to_its_time(
         until, before = turn.after.ledger.charged_until, turn.before.ledger.charged_until
         assert until is not None and until <= turn.now
         assert before is None or before <= until
+        check_counts(turn.before, turn.after)
 
 
 @searched(60)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,8 @@ from temporalio.worker import Replayer
 from relaunch.activities import sampler
 from relaunch.activities.running_watches import RunningWatches
 from relaunch.activities.sampler import StateSampler
-from relaunch.job.state import Phase
+from relaunch.job.accounts import Account, Ledger
+from relaunch.job.state import JobState, Phase
 from relaunch.job.trace import ClosedIncident
 from relaunch.temporal import data_converter
 from relaunch.workflows.runner import TaskRunner
@@ -100,6 +101,13 @@ async def test_an_incident_is_counted_once_and_not_again_on_replay(
             1,
             4,
         ]
+        seconds = meters.read(metrics.JOB_SECONDS, "fleet", "account")
+        totals = ending.result().state.ledger.totals
+        # A task that is repeated, or comes after a query, is at a slightly different time.
+        for account, span in totals.items():
+            found = seconds.get(("default", account.value), 0)
+            assert found == pytest.approx(span.total_seconds(), abs=1), account
+        assert seconds.keys() <= {("default", one.value) for one in totals}
         history = await job.handle.fetch_history()
     before = dict(meters.counts)
     replayer = Replayer(
@@ -114,7 +122,7 @@ async def test_an_incident_is_counted_once_and_not_again_on_replay(
     assert ours == {name: before[name] for name in ours}
     (closed,) = handed_over
     assert closed.incident == incident
-    assert (closed.job, closed.number, closed.workflow) == (job.name, 0, job.handle.id)
+    assert (closed.job, closed.number, closed.workflow) == (ending.result().name, 0, job.handle.id)
 
 
 async def test_a_worker_counts_nothing_twice_and_forgets_the_oldest(
@@ -128,6 +136,26 @@ async def test_a_worker_counts_nothing_twice_and_forgets_the_oldest(
     assert metrics._is_new(job, "incident", 1)
     assert len(metrics._recorded) == 2
     assert metrics._is_new(job, "incident", 0), "it was the oldest"
+
+
+async def test_a_worker_counts_no_second_of_a_job_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "_charged", {})
+    monkeypatch.setattr(metrics, "MAX_RECORDED", 1)
+
+    def charged(**seconds: float) -> JobState:
+        totals = {Account(name): timedelta(seconds=span) for name, span in seconds.items()}
+        return replace(new_job(), ledger=Ledger(totals=totals))
+
+    first, second = charged(queued=4.6), charged(queued=4.6, stopping=2.5)
+    again, third = charged(queued=4.6, stopping=1.9), charged(queued=4.6, stopping=6)
+    find = metrics._find_new_seconds
+    assert find(charged(queued=1.5), first) == {Account.QUEUED: 3}, "1 s by the worker before"
+    assert find(first, second) == {Account.STOPPING: 2}
+    assert find(first, again) == {}, "a repeated task, at an earlier time"
+    assert find(again, third) == {Account.STOPPING: 4}
+    assert find(third, third) == {}
+    find(first, replace(second, name="other"))
+    assert len(metrics._charged) == 1, "the job that was counted least lately is forgotten"
 
 
 async def test_the_sampler_shows_a_question_until_it_is_answered(
