@@ -164,7 +164,7 @@ async def test_an_error_of_the_sampler_ends_the_sampling_only(
     assert "is not sampled" in caplog.text and "a bug" in caplog.text
 
 
-def test_an_endpoint_of_traces_that_cannot_be_used_stops_no_worker(
+def test_an_unusable_endpoint_of_traces_stops_no_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert _trace_incidents(Settings(state=tmp_path)) is None

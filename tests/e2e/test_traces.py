@@ -31,7 +31,7 @@ async def fail(job: Job, generation: int) -> None:
     await job.until_watched()
 
 
-async def test_an_incident_is_one_trace_though_the_collector_hangs_and_the_worker_is_killed(
+async def test_a_killed_worker_and_a_hanging_collector_lose_no_trace(
     world: World,
 ) -> None:
     with webhook(hangs=True) as received:

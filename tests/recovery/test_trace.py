@@ -75,7 +75,7 @@ def closed(*entries: Entry, **changes: Any) -> ClosedIncident:
         "charged beyond its end",
     ],
 )
-def test_the_children_follow_each_other_from_the_fault_to_the_end(
+def test_the_children_follow_each_other_without_a_gap(
     entries: tuple[Entry, ...], expected: list[tuple[str, float, float]]
 ) -> None:
     root, *children = build_spans(closed(*entries))
@@ -135,7 +135,7 @@ def test_a_job_that_ended_with_it_is_an_error() -> None:
     assert build_spans(made)[0].error == "the budget is spent"
 
 
-def test_identifiers_belong_to_the_incident_and_not_to_who_sends_it() -> None:
+def test_identifiers_are_those_of_the_incident_not_of_its_run() -> None:
     made = closed()
     again = replace(made, run="r2", submission=8)
     assert make_trace_id(made) == make_trace_id(again)

@@ -1,4 +1,4 @@
-"""Hand over a job's closed incidents to whoever sends their traces in this worker.
+"""Hand over a job's closed incidents to what sends their traces in this worker.
 
 No order and no state: a job does not know whether traces are sent. The first time that this worker
 takes an event of a job it hands over what closed lately, too: the worker before it may have been
