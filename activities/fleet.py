@@ -116,6 +116,15 @@ class ReclaimInput:
     job: str
     submission: int
     nodes: tuple[str, ...]
+    generation: int | None = None
+    """Stop nothing above this generation of the submission, which still runs elsewhere. None: it
+    has ended."""
+
+    def includes(self, token: Token) -> bool:
+        """Return whether a launch is to be stopped."""
+        if self.generation is None:
+            return token.submission <= self.submission
+        return (token.submission, token.generation) <= (self.submission, self.generation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,7 +383,8 @@ class FleetActivities:
 
     @activity.defn
     async def reclaim(self, input: ReclaimInput) -> tuple[str, ...]:
-        """Stop the remaining ranks of a submission whose workflow has ended.
+        """Stop the remaining ranks of a submission whose workflow has ended, or which are where
+        it has no nodes.
 
         Return the nodes that are proven clean, as soon as there are some.
 
@@ -388,8 +398,11 @@ class FleetActivities:
             while True:
                 left = tuple(node for node in input.nodes if node not in clean)
                 shown[:] = [{"waiting for": list(left[:8]), "nodes": len(left)}]
-                # While the submission runs, its workflow manages the ranks.
-                if await self._read_submission(input.job) != input.submission:
+                # While the submission runs, its workflow manages the ranks on its nodes.
+                if (
+                    input.generation is not None
+                    or await self._read_submission(input.job) != input.submission
+                ):
                     proven = await self._stop_left(backend, input, left)
                     if proven and not clean:
                         ends = min(ends, datetime.now(UTC) + GIVE_BACK_DELAY)
@@ -423,12 +436,7 @@ class FleetActivities:
             tuple(node for node in answering if node not in shared),
             *((node,) for node in answering if node in shared),
         ):
-            tokens = [
-                token
-                for node in together
-                for token in known[node]
-                if token.submission <= input.submission
-            ]
+            tokens = [token for node in together for token in known[node] if input.includes(token)]
             if not tokens:
                 # Nothing was ever prepared there. A leftover launcher starts nothing: the server no
                 # longer acknowledges its heartbeats.

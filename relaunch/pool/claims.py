@@ -318,6 +318,7 @@ def _make_record(claim: Claim, known: ClaimRecord | None, now: datetime) -> Clai
     if claim.nodes > 0:
         return ClaimRecord(
             claim,
+            claimed_at=now,
             waiting_since=since,
             inherited=inherited,
             inherited_launched=launched if inherited else (),
@@ -326,6 +327,7 @@ def _make_record(claim: Claim, known: ClaimRecord | None, now: datetime) -> Clai
     return ClaimRecord(
         claim,
         granted=(),
+        claimed_at=now,
         inherited=inherited,
         inherited_launched=launched if inherited else (),
         is_closed=bool(inherited) and not claim.holds,

@@ -257,6 +257,14 @@ class ReclaimOrder:
     job: str
     submission: int
     nodes: tuple[str, ...]
+    generation: int | None = None
+    """The submission still runs, elsewhere: stop nothing above this generation of it."""
+
+    @property
+    def key(self) -> str:
+        """Orders with the same key are carried out one at a time."""
+        above = "" if self.generation is None else f"/{self.generation}"
+        return f"reclaim/{self.job}/{self.submission}{above}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,6 +162,11 @@ class NodeUse:
         probe = self.record.probe
         return probe is not None and bool(probe.generations)
 
+    def has_unheld_ranks(self) -> bool:
+        """Return whether ranks of jobs without a share of this node live there, GPUs or not."""
+        probe = self.record.probe
+        return probe is not None and any(one.job not in self.holders for one in probe.generations)
+
     def has_foreign_ranks(self, job: str = "") -> bool:
         """Return whether ranks of other jobs without a share of this node live there."""
         probe = self.record.probe
@@ -262,8 +267,8 @@ class Placement:
         self.foreign: set[NodeUse] = set()
         """Nodes that foreign processes use."""
         self.orphaned: set[NodeUse] = set()
-        """Nodes with ranks of a job that has no claim, or that are not of its newest
-        submission."""
+        """Nodes with ranks of a job that has no claim, that are not of its newest submission, or
+        where it has no share."""
         self._claims: dict[str, ClaimRecord] = {}
         self._order: dict[str, int] = {}
         """Positions of the claims, as soon as they are needed."""
@@ -442,6 +447,8 @@ class Placement:
         for one in record.probe.generations if record.probe else ():
             known = self._claims.get(one.job)
             if known is None or known.is_closed or one.submission < known.claim.submission:
+                return True
+            if all(place.node != record.name for place in known.places):
                 return True
         return False
 

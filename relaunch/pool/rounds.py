@@ -62,7 +62,7 @@ def _know(use: NodeUse, now: datetime, digests: Digests) -> KnownNode:
     probe, inventory = digests.of(record)
     # Whether ranks that belong to no job are still there counts, and not only that it changes: a
     # probe that was under way when their job ended proves nothing against it.
-    is_open = use.has_ranks() and not use.holders
+    is_open = use.has_unheld_ranks()
     read_in = None
     if can_read_inventory(record, now, timedelta(0)) and not use.is_full():
         due = record.inventory_at + INVENTORY_INTERVAL if record.inventory_at else now

@@ -54,7 +54,15 @@ from relaunch.pool.nodes import (
 )
 from relaunch.pool.placement import NodeUse, Placement
 from relaunch.pool.rounds import Digests, KnownNode, list_known
-from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, NodeStatus, RecentReclaim
+from relaunch.pool.state import (
+    ClaimRecord,
+    FleetState,
+    LiveGeneration,
+    NodeRecord,
+    NodeStatus,
+    RecentReclaim,
+)
+from relaunch.text import join_names
 
 CLAIMS_TIMEOUT = timedelta(seconds=30)
 """How long a restarted fleet waits for jobs to claim what they hold: restarting a worker meanwhile
@@ -350,18 +358,80 @@ def _reclaim_nodes(
     state: FleetState, now: datetime, under_way: frozenset[str], placement: Placement
 ) -> tuple[FleetState, list[ReclaimOrder]]:
     """Stop the ranks that no running job stops, each submission again after `RECLAIM_INTERVAL`."""
-    found = _find_orphaned_ranks(state, placement)
+    orphaned = _find_orphaned_ranks(state, placement)
+    found = [ReclaimOrder(*key, tuple(sorted(orphaned[key]))) for key in sorted(orphaned)]
+    found += _find_misplaced_ranks(state, placement)
     recent = tuple(one for one in state.recent_reclaims if now - one.at < RECLAIM_INTERVAL)
-    ordered = {(one.job, one.submission) for one in recent}
+    ordered = {(one.job, one.submission, one.generation) for one in recent}
     due = [
-        (job, submission)
-        for job, submission in sorted(found)
-        if (job, submission) not in ordered and f"reclaim/{job}/{submission}" not in under_way
+        order
+        for order in found
+        if (order.job, order.submission, order.generation) not in ordered
+        and order.key not in under_way
     ]
-    recent += tuple(RecentReclaim(job, submission, now) for job, submission in due)
+    for order in due:
+        recent += (RecentReclaim(order.job, order.submission, now, order.generation),)
+        if order.generation is not None:
+            state = nodes.add_notice(state, _describe_misplaced(order), now)
     if recent != state.recent_reclaims:
         state = replace(state, recent_reclaims=recent)
-    return state, [ReclaimOrder(*key, tuple(sorted(found[key]))) for key in due]
+    return state, due
+
+
+def _find_misplaced_ranks(state: FleetState, placement: Placement) -> list[ReclaimOrder]:
+    """Return orders to stop ranks of running jobs on nodes that their claims do not hold.
+
+    A job launches only on nodes that it was granted, and gives a node back only when its ranks
+    there are proven gone, so there are none unless what the server knows is older than what the
+    nodes do: its database was restored from a backup (`docs/decisions/0059`). Only the generation
+    that was seen, and those below it, are stopped: the job may be granted the node meanwhile.
+    """
+    if state.awaited_jobs is None:
+        return []
+    running = {record.claim.job: record for record in state.claims if not record.is_closed}
+    found: dict[tuple[str, int, int], set[str]] = defaultdict(set)
+    for use in placement.orphaned:
+        node = use.record
+        newest: dict[str, LiveGeneration] = {}
+        for one in node.probe.generations if node.probe else ():
+            other = newest.get(one.job)
+            if other is None or (other.submission, other.generation) < (
+                one.submission,
+                one.generation,
+            ):
+                newest[one.job] = one
+        for job, one in newest.items():
+            record = running.get(job)
+            if (
+                record is not None
+                and job not in state.awaited_jobs
+                and one.submission == record.claim.submission
+                and _is_known_elsewhere(record, node)
+            ):
+                found[job, one.submission, one.generation].add(node.name)
+    return [
+        ReclaimOrder(job, submission, tuple(sorted(names)), generation)
+        for (job, submission, generation), names in sorted(found.items())
+    ]
+
+
+def _is_known_elsewhere(record: ClaimRecord, node: NodeRecord) -> bool:
+    """Return whether a claim certainly does not hold the node, and its last probe knew."""
+    if record.is_restored or any(place.node == node.name for place in record.places):
+        return False
+    if record.answer and node.name in record.answer.holding:
+        return False
+    # A probe that was under way when the job gave back the node still shows its ranks.
+    return record.claimed_at is None or (
+        node.probed_at is not None and node.probed_at - record.claimed_at >= PROBE_LIFETIME
+    )
+
+
+def _describe_misplaced(order: ReclaimOrder) -> str:
+    return (
+        f"generation {order.generation} of job {order.job} lives on {join_names(order.nodes)},"
+        " which the job does not have; relaunch stops it there. Was the server's database restored?"
+    )
 
 
 def _find_orphaned_ranks(

@@ -192,6 +192,8 @@ class ClaimRecord:
     claim: Claim
     granted: tuple[Place, ...] | None = None
     """None: the claim waits."""
+    claimed_at: datetime | None = None
+    """When the claim came. None: before the last restart of the fleet."""
     wait_reason: str = ""
     """The last reason sent to the job while it waits, so that only news is sent."""
     waiting_since: datetime | None = None
@@ -318,6 +320,7 @@ class RecentReclaim:
     submission: int
     at: datetime
     """When the order was last given."""
+    generation: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

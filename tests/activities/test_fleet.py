@@ -176,10 +176,15 @@ async def launched(script: Script = RUNS, *, nodes: int = 2, generation: int = 1
 
 
 async def reclaim(
-    fleet: Stand, *runs: Run, nodes: tuple[str, ...] = ("n1", "n2"), submission: int = 1000
+    fleet: Stand,
+    *runs: Run,
+    nodes: tuple[str, ...] = ("n1", "n2"),
+    submission: int = 1000,
+    generation: int | None = None,
 ) -> tuple[str, ...]:
     asked, _ = of(fleet, *runs)
-    running = environment().run(asked.reclaim, ReclaimInput("default", "llama", submission, nodes))
+    order = ReclaimInput("default", "llama", submission, nodes, generation)
+    running = environment().run(asked.reclaim, order)
     return cast(tuple[str, ...], await asyncio.wait_for(running, PATIENCE))
 
 
@@ -536,6 +541,24 @@ async def test_later_submissions_of_the_same_name_are_left_alone() -> None:
     assert await reclaim(fleet, Run("job/llama", 2000), submission=1000) == ("n1", "n2")
     assert stopped(fleet) == []
     assert (await look(fleet, "n1"))["n1"].generations == (LiveGeneration("llama", 2000, 1),)
+
+
+async def test_a_running_jobs_ranks_are_stopped_where_it_has_no_nodes() -> None:
+    runs = Run("job/llama", 1000)
+    fleet = await launched(generation=2)
+    assert await reclaim(fleet, runs, nodes=("n2",), generation=2) == ("n2",)
+    assert stopped(fleet) == [("n2", 2)]
+    looks = await look(fleet, "n1", "n2")
+    assert [looks[node].generations for node in ("n1", "n2")] == [
+        (LiveGeneration("llama", 1000, 2),),
+        (),
+    ]
+
+
+async def test_a_launch_since_the_node_was_seen_goes_on() -> None:
+    fleet = await launched(generation=3)
+    assert await reclaim(fleet, Run("job/llama", 1000), generation=2) == ("n1", "n2")
+    assert (await look(fleet, "n1"))["n1"].generations == (LiveGeneration("llama", 1000, 3),)
 
 
 @pytest.mark.usefixtures("hurried")

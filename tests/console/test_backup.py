@@ -227,3 +227,28 @@ def test_a_job_that_moved_since_never_runs_twice(place: Path) -> None:
         relaunch(place, "retry", "first", "--reason", "restored")
         until(lambda: len(starts(place)) == 3, jobs)
         assert is_alive(starts(place)[-1][1])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3 * DEADLINE)
+def test_who_forgets_the_steps_has_two_gangs_for_a_minute(place: Path) -> None:
+    """The restored server launches generation 2 where generation 1 ran, and finds the other one."""
+
+    def shown() -> str:
+        return relaunch(place, "show", "first") + relaunch(place, "nodes", "list")
+
+    with up(place):
+        relaunch(place, "submit", "job.yaml")
+        until(lambda: "progress    step" in relaunch(place, "show", "first"), shown)
+        relaunch(place, "backup", "copy")
+        relaunch(place, "retry", "first", "--avoid", "local-1", "--reason", "moved")
+        until(lambda: is_watched(relaunch(place, "show", "first"), 2), shown)
+    (_, moved) = starts(place)[-1]
+    restore(place)
+    (place / ".relaunch" / BACKUP_NOTE).unlink()
+    with up(place):
+        until(lambda: len(starts(place)) == 3, shown)
+        until(lambda: not is_alive(moved), shown)
+        until(lambda: is_watched(relaunch(place, "show", "first"), 2), shown)
+        ((_, _), (_, _), (generation, rank)) = starts(place)
+        assert generation == 2 and is_alive(rank), "only the misplaced ranks were stopped"

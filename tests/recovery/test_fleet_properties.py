@@ -161,7 +161,7 @@ class World:
 
     def settle(self) -> None:
         busy = {"probe"} if self.looking else set()
-        busy |= {f"reclaim/{one.job}/{one.submission}" for one in self.reclaiming}
+        busy |= {one.key for one in self.reclaiming}
         before = self.state
         settled = self.scheduler.schedule(before, self.now, frozenset(busy))
         # what the scheduler keeps from the time before makes no difference
@@ -284,6 +284,10 @@ class World:
                 assert node.status is NodeStatus.QUARANTINED or (
                     node.status is NodeStatus.SUSPECT and not self.state.breaker.is_open
                 )
+            case ReclaimOrder() if order.generation is not None:
+                # what runs is stopped only where its job has nothing
+                present = self.jobs.get(order.job)
+                assert present is None or not any(map(present.holds, order.nodes))
             case ReclaimOrder():
                 present = self.jobs.get(order.job)
                 assert (

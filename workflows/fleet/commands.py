@@ -147,7 +147,7 @@ async def reclaim(fleet: str, order: ReclaimOrder) -> tuple[str, ...] | None:
     return await _await_answer(
         workflow.execute_activity_method(
             FleetActivities.reclaim,
-            ReclaimInput(fleet, order.job, order.submission, order.nodes),
+            ReclaimInput(fleet, order.job, order.submission, order.nodes, order.generation),
             start_to_close_timeout=RECLAIM_TIMEOUT,
             schedule_to_close_timeout=RECLAIM_TIMEOUT,
             heartbeat_timeout=BEAT,

@@ -210,7 +210,7 @@ class Fleet:
             case ProbeOrder():
                 self._ask(PROBE, lambda: self._probe(order))
             case ReclaimOrder():
-                self._ask(f"reclaim/{order.job}/{order.submission}", lambda: self._reclaim(order))
+                self._ask(order.key, lambda: self._reclaim(order))
             case GrantMessage():
                 self._tell(f"{WORKFLOW_ID_PREFIX}{order.job}", "granted", order.grant)
             case OfferMessage():
@@ -273,7 +273,10 @@ class Fleet:
             self._inbox.append(ProbeResults(probes))
 
     async def _reclaim(self, order: ReclaimOrder) -> None:
-        if clean := await commands.reclaim(self._name, order):
+        clean = await commands.reclaim(self._name, order)
+        # Of a submission that runs, the next probe shows what is left: it may have been granted
+        # one of these nodes meanwhile.
+        if clean and order.generation is None:
             self._inbox.append(ReclaimResult(order.job, order.submission, clean))
 
     async def _repair(self, order: RepairRequest) -> None:

@@ -1,0 +1,96 @@
+"""Ranks of a running job on nodes that its claim does not hold, as after a restored database."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from syrupy.assertion import SnapshotAssertion
+
+from relaunch.pool.events import (
+    EndedJobs,
+    FleetFileContent,
+    ReclaimOrder,
+    RunningJobs,
+)
+from relaunch.pool.restore import export_state
+from relaunch.pool.state import LiveGeneration
+from tests.recovery.fleet_builders import Desk, nodes
+
+MINUTE = timedelta(minutes=1)
+
+
+def test_ranks_where_a_running_job_has_nothing_are_stopped(snapshot: SnapshotAssertion) -> None:
+    desk = Desk()
+    desk.claim("a", 2)
+    desk.living["n1"] = desk.living["n2"] = (LiveGeneration("a", 1, 1),)
+    desk.living["n3"] = desk.living["n4"] = (LiveGeneration("a", 1, 2),)
+    assert desk.wait(minutes=1) == [ReclaimOrder("a", 1, ("n3", "n4"), 2)]
+    assert desk.state.notices[-1] == snapshot
+    desk.busy.add(desk.orders[0].key)
+    assert desk.wait(minutes=1) == [], "one at a time"
+    desk.busy.clear()
+    del desk.living["n3"]
+    desk.look()
+    assert desk.wait(minutes=1) == [ReclaimOrder("a", 1, ("n4",), 2)]
+    del desk.living["n4"]
+    desk.look()
+    assert desk.wait(minutes=1) == []
+
+
+def test_each_node_is_stopped_up_to_its_own_generation() -> None:
+    desk = Desk()
+    desk.claim("a", 1)
+    desk.living["n2"] = (LiveGeneration("a", 1, 2), LiveGeneration("a", 1, 5))
+    desk.living["n3"] = (LiveGeneration("a", 1, 2),)
+    assert desk.wait(minutes=1) == [
+        ReclaimOrder("a", 1, ("n3",), 2),
+        ReclaimOrder("a", 1, ("n2",), 5),
+    ]
+
+
+def test_ranks_seen_as_a_job_gives_back_its_node_are_left_alone() -> None:
+    desk = Desk()
+    desk.claim("a", 2)
+    desk.living["n1"] = desk.living["n2"] = (LiveGeneration("a", 1, 1),)
+    desk.wait(minutes=1)
+    # its ranks on n2 are proven gone; a probe from before, or that was under way, shows them
+    assert desk.claim("a", 1, seq=2, keep=("n1",)) == []
+    desk.look()
+    assert desk.wait(seconds=5) == []
+    del desk.living["n2"]
+    assert desk.wait(minutes=1) == []
+
+
+def test_a_restarted_fleet_waits_for_what_jobs_hold() -> None:
+    desk = Desk()
+    desk.claim("a", 1)
+    known = export_state(desk.state)
+    later = Desk(begun=False)
+    # the job grew after the fleet had last kept its state
+    later.living["n1"] = later.living["n2"] = (LiveGeneration("a", 1, 2),)
+    later.go(FleetFileContent("act", later.specs, later.limits), RunningJobs(("a",)), known)
+    assert [one for one in later.wait(minutes=2) if isinstance(one, ReclaimOrder)] == []
+    later.claim("a", 2, seq=2, keep=("n1", "n2"))
+    assert later.wait(minutes=2) == []
+
+
+def test_a_job_that_ends_meanwhile_is_stopped_as_a_whole() -> None:
+    desk = Desk()
+    desk.claim("a", 1)
+    desk.living["n1"] = (LiveGeneration("a", 1, 1),)
+    desk.living["n3"] = (LiveGeneration("a", 1, 2),)
+    orders = desk.wait(minutes=1)
+    desk.busy.add(orders[0].key)
+    assert desk.go(EndedJobs((("a", 1),))) == [ReclaimOrder("a", 1, ("n1", "n3"))]
+
+
+def test_ranks_beside_another_job_are_stopped_without_gpus_too() -> None:
+    desk = Desk(*nodes("n1", "n2", gpus=0))
+    desk.claim("b", 2)
+    desk.claim("a", 1)
+    desk.living["n2"] = (LiveGeneration("a", 1, 2), LiveGeneration("b", 1, 1))
+    mine = [place.node for place in desk.record("a").places]
+    assert mine == ["n1"]
+    assert desk.wait(minutes=1) == [ReclaimOrder("a", 1, ("n2",), 2)]
+    known = desk.scheduler.list_known(desk.state, desk.now)
+    assert [one.node for one in known if not one.probe] == ["n2"], "until they have ended"
