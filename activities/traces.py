@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from relaunch.job.trace import (
@@ -38,6 +38,8 @@ MAX_WAITING = 1000
 """Most traces that wait to be sent, some 10 MB; beyond that the oldest is dropped."""
 CLOSE_TIMEOUT_S = 2.0
 """Seconds that a worker which ends waits for the traces that it has not sent."""
+REFUSED = (400, 413, 422)
+"""HTTP statuses of an endpoint that does not take this trace and may take others."""
 SERVICE_NAME = "relaunch"
 EXPORTER_LOGGER = "opentelemetry.exporter"
 
@@ -113,12 +115,12 @@ class TraceSender:
         while (trace := self._take()) is not None:
             failure = exporter.send(trace.closed)
             self._note(failure)
-            if not failure:
+            if not failure or exporter.is_refused:
                 self._sending = False
                 continue
             with self._changed:
                 if time.monotonic() - trace.since < MAX_AGE_S:
-                    # To the end: one that the endpoint refuses must not hold up the others.
+                    # To the end: one that always fails must not hold up the others.
                     self._put(trace)
                 self._sending = False
                 if self._is_closing:
@@ -138,7 +140,8 @@ class TraceSender:
         """Log the first of failures in a row, and their end."""
         if failure and not self._is_failing:
             log.warning(
-                "traces of incidents cannot be sent to %s: %s; each is tried again for an hour",
+                "traces of incidents cannot be sent to %s: %s; each is tried again for an hour,"
+                " unless the endpoint refuses that trace",
                 re.sub(r"//[^/@]*@", "//", self._endpoint),  # it may have a password
                 failure,
             )
@@ -148,9 +151,10 @@ class TraceSender:
 
 
 class _Exporter:
-    """OpenTelemetry's exporter of spans over HTTP. Its own log becomes the reason of a failure."""
+    """OpenTelemetry's exporter of spans over HTTP, with a reason instead of a log of its tries."""
 
     def __init__(self, endpoint: str, web_ui: str) -> None:
+        import requests
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import SERVICE_NAME as NAME
         from opentelemetry.sdk.resources import Resource
@@ -158,11 +162,26 @@ class _Exporter:
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
         self._web_ui = web_ui
-        self._said: list[str] = []
-        logger = logging.getLogger(EXPORTER_LOGGER)
-        logger.propagate = False
-        logger.addHandler(_Collector(self._said))
-        self._exporter = OTLPSpanExporter(endpoint)
+        self._reason = ""
+        """Why the last request failed; empty: it was answered with success."""
+        self.is_refused = False
+        """Whether the last request failed because of the trace in it: the next try would, too."""
+
+        class ObservedSession(requests.Session):
+            def request(session, *args: Any, **options: Any) -> requests.Response:
+                try:
+                    answer = super().request(*args, **options)
+                except OSError as error:  # others are of a last try, with no time left for it
+                    self._reason = _explain(error)
+                    raise
+                # The exporter takes a redirect for success, and does not follow it.
+                is_taken = answer.status_code < 300
+                self._reason = "" if is_taken else f"HTTP {answer.status_code} {answer.reason}"
+                self.is_refused = answer.status_code in REFUSED
+                return answer
+
+        logging.getLogger(EXPORTER_LOGGER).setLevel(logging.CRITICAL)
+        self._exporter = OTLPSpanExporter(endpoint, session=ObservedSession())
         self._success = SpanExportResult.SUCCESS
         # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES count before ours.
         resource = Resource.create()
@@ -173,11 +192,9 @@ class _Exporter:
 
     def send(self, closed: ClosedIncident) -> str:
         """Send a trace; return why it could not be sent, or nothing."""
-        self._said.clear()
+        self._reason, self.is_refused = "", False
         result = self._exporter.export(self._convert(closed))
-        if result is self._success:
-            return ""
-        return _explain(self._said)
+        return self._reason or ("" if result is self._success else "no reason is known")
 
     def _convert(self, closed: ClosedIncident) -> list[ReadableSpan]:
         from opentelemetry.sdk.trace import Event, ReadableSpan
@@ -212,26 +229,12 @@ class _Exporter:
         return f"{page}/{quote(closed.workflow, safe='')}/{closed.run}"
 
 
-def _explain(said: list[str]) -> str:
-    """Return the reason within what the exporter logged about one failure."""
-    for one in said:
-        if found := re.search(r"code: (\d+), reason: (.*)", one):
-            return f"HTTP {found[1]} {found[2]}"
-        if found := re.search(
-            r"reason: (.*)|Transient error (.*) encountered while", one, re.DOTALL
-        ):
-            text = found[1] or found[2]
-            cause = re.search(r"(?:Errno -?\d+\] |: )([^:'\"\]]+)['\")]*$", text)
-            return cause[1] if cause else text
-        if "due to timeout" in one:
-            return "no answer within OTEL_EXPORTER_OTLP_TIMEOUT"
-    return "; ".join(said) or "no reason is known"
+def _explain(error: BaseException) -> str:
+    """Return the cause that is innermost in an error of the HTTP library, which nests four."""
+    import requests
 
-
-class _Collector(logging.Handler):
-    def __init__(self, said: list[str]) -> None:
-        super().__init__(logging.WARNING)
-        self._said = said
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._said.append(record.getMessage())
+    if isinstance(error, requests.Timeout):
+        return "no answer within OTEL_EXPORTER_OTLP_TIMEOUT"
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    return str(error.strerror if isinstance(error, OSError) and error.strerror else error)

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from relaunch.activities import traces
-from relaunch.activities.traces import EXPORTER_LOGGER, TraceSender
+from relaunch.activities.traces import TraceSender
 from relaunch.config import ConfigError, find_trace_endpoint
 from tests.receivers import find_port, webhook
 from tests.recovery.test_trace import closed
@@ -32,14 +32,11 @@ def until(is_so: Callable[[], object], what: str) -> None:
 @contextmanager
 def sender(url: str, web_ui: str = "") -> Iterator[TraceSender]:
     made = TraceSender(url, web_ui, retry_delay=0.05)
-    logger = logging.getLogger(EXPORTER_LOGGER)
     made.start()
     try:
         yield made
     finally:
         made.close(PATIENCE_S)
-        logger.handlers.clear()
-        logger.propagate = True
 
 
 @pytest.fixture(autouse=True)
@@ -125,21 +122,66 @@ def test_an_hour_is_enough(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(traces, "MAX_AGE_S", 0.0)
-    with webhook(status=400) as received, sender(received.url) as made:
+    with webhook(status=401) as received, sender(received.url) as made:
         made.submit(MADE)
-        until(lambda: "HTTP 400 Bad Request" in caplog.text, "the failure is not logged")
-        until(lambda: not made._waiting, "it is kept")
+        until(lambda: "HTTP 401 Unauthorized" in caplog.text, "the failure is not logged")
+        until(lambda: not made._waiting and not made._sending, "it is kept")
     assert len(received.requests) == 1
 
 
-def test_a_certificate_that_cannot_be_read_is_logged(
+@pytest.mark.parametrize(("status", "count"), [(400, 1), (302, 3), (500, 3)])
+def test_a_trace_that_is_refused_is_not_tried_again(
+    status: int, count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with webhook(status=status) as received, sender(received.url) as made:
+        made.submit(MADE)
+        until(lambda: len(received.requests) >= count, "it is not tried again")
+        until(lambda: f"HTTP {status}" in caplog.text, "the failure is not logged")
+        received.status = 200
+        made.submit(replace(MADE, number=3))
+        until(lambda: "sent again" in caplog.text, "the next is not sent")
+    ids = [trace[0].trace for trace in list_traces(received)]
+    assert ids.count(ids[0]) == 1 if status == 400 else ids.count(ids[0]) > count
+
+
+def test_a_bug_ends_the_tracing_only(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("OTEL_PYTHON_EXPORTER_OTLP_HTTP_CREDENTIAL_PROVIDER", "nothing")
+    def fail(_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(traces, "build_spans", fail)
     with sender("http://127.0.0.1:9/") as made:
+        made.submit(MADE)
         until(lambda: "incidents are not traced" in caplog.text, "nothing is logged")
+        assert "a bug" in caplog.text
         made.submit(MADE)
         assert not made._waiting
+
+
+@pytest.mark.parametrize(
+    ("url", "certificate", "reason"),
+    [
+        ("http://127.0.0.1:{port}/", "", "Connection refused"),
+        ("https://127.0.0.1:{port}/", "/nothing.pem", "/nothing.pem"),
+    ],
+)
+def test_the_reason_of_a_failure_is_one_clause(
+    url: str,
+    certificate: str,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_CERTIFICATE", certificate)
+    for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):  # they would count before it
+        monkeypatch.delenv(name, raising=False)
+    with sender(url.format(port=find_port())) as made:
+        made.submit(MADE)
+        until(lambda: "cannot be sent" in caplog.text, "the failure is not logged")
+    (line,) = (one.getMessage() for one in caplog.records if "cannot be sent" in one.msg)
+    assert re.search(f": [^:]*{re.escape(reason)}[^:]*; each is tried again", line), line
 
 
 BASE, OWN = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"

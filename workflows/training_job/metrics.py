@@ -87,7 +87,7 @@ def record_changes(before: JobState, after: JobState) -> None:
     run."""
     if workflow.unsafe.is_replaying():
         return  # the meter would record nothing, and this would only cost time
-    seconds = _find_new_seconds(before, after)
+    charged = _find_new_seconds(before, after)
     closed = [
         incident
         for number, incident in enumerate(
@@ -100,15 +100,15 @@ def record_changes(before: JobState, after: JobState) -> None:
         for number, fault in find_new_faults(before, after)
         if _is_new(after, "fault", *number)
     ]
-    if not (closed or faults or seconds):
+    if not (closed or faults or charged):
         return
     meter = workflow.metric_meter().with_additional_attributes({"fleet": after.spec.fleet})
     fault_counter = meter.create_counter(FAULTS, "Faults by cause.")
     for fault in faults:
         fault_counter.add(1, {"cause": fault.cause.value})
-    for account, span in seconds.items():
+    for account, count in charged.items():
         meter.create_counter(JOB_SECONDS, "Seconds of jobs, by what they went into.").add(
-            span, {"account": account.value}
+            count, {"account": account.value}
         )
     for incident in closed:
         cause = {"cause": incident.cause.value}
