@@ -26,8 +26,7 @@ from relaunch.job.state import JobState, Phase
 from relaunch.job.trace import ClosedIncident
 from relaunch.temporal import data_converter
 from relaunch.workflows.runner import TaskRunner
-from relaunch.workflows.training_job import metrics
-from relaunch.workflows.training_job.traces import set_sink
+from relaunch.workflows.training_job import metrics, traces
 from relaunch.workflows.training_job.workflow import TrainingJob
 from tests.fakes.nodes import Exit, Script
 from tests.recovery.builders import new_job
@@ -78,8 +77,8 @@ async def test_an_incident_is_counted_once_and_not_again_on_replay(
     )
     script = Script((Exit(generation=1, rank=0, exit_code=3),), then="succeed")
     handed_over: list[ClosedIncident] = []
-    set_sink(handed_over.append)
-    request.addfinalizer(lambda: set_sink(None))
+    traces.set_sink(handed_over.append)
+    request.addfinalizer(lambda: traces.set_sink(None))
     # Nothing is kept in a cache: each workflow task replays all that came before it, and so does
     # each query, which may come before the task of what it replays.
     async with rig(client, tmp_path, script, cached=0) as made:
@@ -110,6 +109,7 @@ async def test_an_incident_is_counted_once_and_not_again_on_replay(
         assert seconds.keys() <= {("default", one.value) for one in totals}
         history = await job.handle.fetch_history()
     before = dict(meters.counts)
+    traces._handed_over.clear()  # as in another worker
     replayer = Replayer(
         workflows=[TrainingJob],
         data_converter=data_converter(),
