@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,19 @@ def _deal(items: list[pytest.Item], processes: int) -> list[pytest.Item]:
         hand.extend(itertools.islice(rest, max(0, share - len(hand))))
         left -= share
     return [*itertools.chain(*hands), *rest]
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark all variants of a test as long but the first ones, if it says so."""
+    if (marker := item.get_closest_marker("long_after")) is not None:
+        test = item.nodeid.partition("[")[0]
+        _variants[test] += 1
+        if _variants[test] > marker.kwargs["variants"]:
+            item.add_marker(pytest.mark.long)
+
+
+_variants = Counter[str]()
 
 
 @pytest.hookimpl(trylast=True)  # once those of other suites are out

@@ -433,6 +433,7 @@ async def _connected(container: Container, key: str) -> wire.WirePipe:
     return await wire.connect("n1", "127.0.0.1", container.port, Secret(key))
 
 
+@pytest.mark.long_after(variants=2)
 @pytest.mark.parametrize(
     "said",
     [
@@ -650,6 +651,7 @@ async def _list_answered(pipe: wire.WirePipe) -> None:
         pass
 
 
+@pytest.mark.long_after(variants=1)
 @pytest.mark.parametrize("spoil", ["replayed", "changed", "left out", "of another connection"])
 async def test_a_record_out_of_sequence_ends_the_connection(make: Make, spoil: str) -> None:
     container = make(FOR_EVER)
@@ -792,6 +794,7 @@ def _locked() -> str:
     ).decode()
 
 
+@pytest.mark.long_after(variants=3)
 @pytest.mark.parametrize(
     ("key", "reason"),
     [

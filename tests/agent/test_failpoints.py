@@ -40,6 +40,7 @@ def list_starts(folder: Path, generation: int) -> list[str]:
     return [file.read_text() if file.exists() else "" for file in files]
 
 
+@pytest.mark.long_after(variants=1)
 @pytest.mark.parametrize("name", ["prepare.reserved", "prepare.stopped", "prepare.forked"])
 def test_prepare_again_after_it_was_killed(node: Node, tmp_path: Path, name: str) -> None:
     old = node.run(1)

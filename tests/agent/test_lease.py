@@ -178,9 +178,9 @@ def test_two_of_three_that_see_only_each_other_fence(make_node: Callable[..., No
 def test_one_leased_peer_suffices_while_another_is_silent(make_node: Callable[..., Node]) -> None:
     nodes = [make_node(name) for name in ("n1", "n2", "n3")]
     nodes[2].cut("peers")
-    first, second, _ = launch(nodes, [0.6, 0.6, 30.0], EVERYONE)
+    first, second, _ = launch(nodes, [2.0, 2.0, 30.0], EVERYONE)
     with renewing(second):
-        goes_on(first, 2.5)
+        goes_on(first, 6.0)
         assert not find_fence(nodes[0])
     assert first.read_observation("Fenced")["why"] == "isolated"
     assert second.read_observation("Fenced")["why"] == "isolated"

@@ -183,6 +183,7 @@ def make_row(**changes: Any) -> str:
     return json.dumps({"ports": {"eno9": row}})
 
 
+@pytest.mark.long_after(variants=5)
 @pytest.mark.parametrize(
     "text",
     [

@@ -179,6 +179,7 @@ def test_ranks_get_only_the_environment_and_umask_ordered(node: Node, tmp_path: 
     assert (ours - {"LC_CTYPE"}, umask) == ({"A", "PYTHONUNBUFFERED"}, 0o026)
 
 
+@pytest.mark.long_after(variants=2)
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
@@ -229,6 +230,7 @@ def test_bad_orders_are_refused_with_a_sentence(
     assert len(answer["reason"]) > 10
 
 
+@pytest.mark.long_after(variants=3)
 @pytest.mark.parametrize(
     "more",
     [
@@ -346,6 +348,7 @@ def test_the_environment_of_a_rank(
     assert second[1:] == [str(tmp_path), True]
 
 
+@pytest.mark.long_after(variants=2)
 @pytest.mark.parametrize(
     ("of_node", "of_job", "found"),
     [(None, {}, "1"), ("", {}, ""), ("x", {}, "x"), ("x", {"PYTHONUNBUFFERED": ""}, "")],

@@ -58,6 +58,7 @@ def is_same_machine(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(one[name] == other[name] for name in ("machine", "boot_id", "uid"))
 
 
+@pytest.mark.long_after(variants=1)
 @pytest.mark.parametrize("what", ["state", "jobs", "highest.json"])
 def test_state_that_is_deleted_does_not_come_back_as_the_same(node: Node, what: str) -> None:
     before = place(node.prepare())
@@ -71,6 +72,7 @@ def test_state_that_is_deleted_does_not_come_back_as_the_same(node: Node, what: 
     assert after["state"] != before["state"], "so what it says of earlier ranks is no proof"
 
 
+@pytest.mark.long_after(variants=1)
 @pytest.mark.parametrize("what", ["state", "jobs", "highest.json"])
 def test_state_deleted_under_ranks_is_restored_by_their_shim(node: Node, what: str) -> None:
     before = place(node.prepare())

@@ -152,6 +152,7 @@ def test_ranks_without_shim_and_records_are_found_by_their_token(node: Node) -> 
     assert not any(map(is_alive, sleeping))
 
 
+@pytest.mark.long
 def test_an_exiting_process_is_waited_for_without_environment(node: Node, tmp_path: Path) -> None:
     """A process that frees much memory lost its environment and still holds files and devices."""
     told = tmp_path / "pid"

@@ -180,6 +180,7 @@ def test_a_diagnosis_waits_for_no_launch_under_way_and_says_so(node: Node, progr
     assert expect_done(launch.read_next())["stopped"] == [[1, 1]]
 
 
+@pytest.mark.long_after(variants=3)
 @pytest.mark.parametrize("command", ["diagnose", "reset-gpus", "reboot"])
 @pytest.mark.parametrize("launched", ["prepared", "running"])
 def test_nothing_touches_a_node_with_living_or_starting_ranks(

@@ -63,6 +63,7 @@ def test_what_was_only_prepared_counts_as_living(node: Node) -> None:
     assert refusal(prepare(node, OTHER)) == "other_fleet"
 
 
+@pytest.mark.long_after(variants=1)
 @pytest.mark.parametrize("way", ["stop", "end", "reboot"])
 def test_no_owner_goes_stale(node: Node, way: str) -> None:
     if way == "end":
@@ -79,6 +80,7 @@ def test_no_owner_goes_stale(node: Node, way: str) -> None:
     assert refusal(node.prepare(2, fleet=LAB)) == "other_fleet", "and now it is the other's"
 
 
+@pytest.mark.long_after(variants=1)
 @pytest.mark.parametrize(("first", "second"), [(None, OTHER), (LAB, None), (None, None)])
 def test_orders_that_name_no_fleet_block_no_other(
     node: Node, first: str | None, second: str | None

@@ -295,6 +295,7 @@ async def test_s1_6_a_worker_killed_between_two_calls_reboots_once(
     await asyncio.gather(*(killed_after(acts) for acts in range(alive.aws.acted)))
 
 
+@pytest.mark.long_after(variants=1)
 @pytest.mark.parametrize("call", ["ExitStandby", "UpdateContainerInstancesState", "CreateTags"])
 async def test_s1_6_a_worker_killed_as_a_node_returns_is_replaced(make: Make, call: str) -> None:
     """The calls after the reboot: out of Standby, to ACTIVE, and the end of the journal's entry."""

@@ -553,6 +553,7 @@ async def test_the_invariants_see_nodes_that_break_their_word() -> None:
 # --- size -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 async def test_of_two_thousand_nodes_the_failing_one_is_heard() -> None:
     nodes = tuple(f"n{one}" for one in range(1, 2049))
     script = Script((Exit(node="n77", exit_code=1, rank=610), Progress(steps=((0.0, 5),))))

@@ -137,6 +137,7 @@ async def test_what_a_login_shell_prints_first_is_passed_over(site: Site) -> Non
     assert (await site.backend(host).list("n1"))["outcome"] == "done"
 
 
+@pytest.mark.long_after(variants=3)
 @pytest.mark.parametrize("shell", ["sh", "bash", "dash", "zsh", "fish", "csh", "tcsh"])
 async def test_any_login_shell_starts_the_agent(site: Site, shell: str) -> None:
     if shutil.which(shell) is None:
@@ -405,6 +406,7 @@ async def test_a_node_without_python_is_said_to_have_none(site: Site) -> None:
     assert "`python3.99`" in said and " 127" in said
 
 
+@pytest.mark.long_after(variants=1)
 @pytest.mark.parametrize("version", ["2.7.18", "3.6.15", "3.7.16"])
 async def test_a_python_that_is_too_old_is_named_with_its_version(site: Site, version: str) -> None:
     python = Path(f"~/.pyenv/versions/{version}/bin/python").expanduser()

@@ -62,6 +62,7 @@ async def while_others_go_on(asking: SshBackend) -> str:
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MOST_MEMORY
 
 
+@pytest.mark.long_after(variants=4)
 @pytest.mark.parametrize(
     ("program", "said"),
     [
@@ -178,6 +179,7 @@ async def test_endless_lines_for_commands_that_are_over_end_a_session(
     assert "10000 lines" in await while_others_go_on(backend)
 
 
+@pytest.mark.long
 async def test_a_hostile_node_does_not_affect_other_nodes(site: Site) -> None:
     bad, good = site.host(start=False), site.host()
     python_double(bad, HELLO + 'sys.stdin.readline()\ndata = b"x" * 65536\n' + FOR_EVER)

@@ -48,6 +48,7 @@ def check(lab: Lab) -> LinkFindings:
     return found[0]
 
 
+@pytest.mark.long
 def test_two_nodes_that_lost_each_other_are_a_pair(lab: Lab) -> None:
     lab.network.part(1, 2)
     lab.network.part(2, 1)
@@ -56,6 +57,7 @@ def test_two_nodes_that_lost_each_other_are_a_pair(lab: Lab) -> None:
     assert found.broken[0].nodes == ("n1", "n2")
 
 
+@pytest.mark.long
 def test_whole_links_break_nothing(lab: Lab) -> None:
     found = check(lab)
     assert (found.suspects, found.broken) == ((), ())

@@ -59,6 +59,7 @@ async def place(bare: Place) -> AsyncIterator[Place]:
         yield bare
 
 
+@pytest.mark.long_after(variants=4)
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -256,6 +257,7 @@ async def test_jobs_of_a_period_are_reported_together(place: Place) -> None:
     assert view["wall"] == view["unknown"] >= 9 * len(view["jobs"])
 
 
+@pytest.mark.long_after(variants=2)
 @pytest.mark.parametrize(
     ("words", "parts"),
     [

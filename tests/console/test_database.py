@@ -78,6 +78,7 @@ def change_tables(database: Path) -> None:
         file.commit()
 
 
+@pytest.mark.long
 def test_a_database_is_opened_by_its_own_server_or_refused(tmp_path: Path) -> None:
     with keep_up(tmp_path):
         pass
@@ -103,6 +104,7 @@ def test_a_database_is_opened_by_its_own_server_or_refused(tmp_path: Path) -> No
     assert not note.exists()
 
 
+@pytest.mark.long
 def test_a_server_with_the_same_tables_opens_an_older_file(tmp_path: Path) -> None:
     newer = make_program(tmp_path, "1000.0.0")
     with keep_up(tmp_path):
@@ -124,6 +126,7 @@ def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
         check_database(tmp_path, find_server())
 
 
+@pytest.mark.long_after(variants=1)
 @pytest.mark.parametrize("program", ["/none", "/bin/echo"])
 def test_a_program_that_is_not_temporals_is_one_sentence(tmp_path: Path, program: str) -> None:
     (tmp_path / ".relaunch").mkdir(mode=0o700)

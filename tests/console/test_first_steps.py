@@ -137,6 +137,7 @@ done 2>/dev/null
 """A double of logind with KillUserProcesses=yes: what was started in a login ends with it."""
 
 
+@pytest.mark.long
 async def test_a_host_that_kills_at_logout_is_detected(site: Site) -> None:
     fine, kills = site.host(), site.host()
     kills.program_named("python3", KILLS.format(python=shlex.quote(sys.executable)))

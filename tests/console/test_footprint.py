@@ -26,6 +26,7 @@ async def place(bare: Place) -> AsyncIterator[Place]:
         yield bare
 
 
+@pytest.mark.long
 async def test_a_followed_job_is_looked_at_for_events_only(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

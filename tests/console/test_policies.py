@@ -272,6 +272,7 @@ async def test_a_changed_policy_of_a_running_job_shows_what_changed(
 # --- replay ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.long_after(variants=1)
 @pytest.mark.parametrize(
     "words",
     [(), ("--history", "a", "--events", "b"), ("--events", "b", "--run", "c")],
@@ -355,6 +356,7 @@ async def test_a_history_of_another_program_is_refused() -> None:
 EXAMPLE = re.compile(r"```jsonl\n(.*?)```", re.DOTALL)
 
 
+@pytest.mark.long
 async def test_the_example_of_the_documentation_runs(
     tmp_path: Path, page: SnapshotAssertion
 ) -> None:

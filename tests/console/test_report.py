@@ -97,6 +97,7 @@ def test_what_others_wrote_is_text_in_a_page() -> None:
     assert "<script" not in text and "&lt;script&gt;alert(1)" in text and "&lt;b&gt;" in text
 
 
+@pytest.mark.long
 def test_a_page_of_500_incidents_takes_seconds(tmp_path: Path) -> None:
     view = view_of(560)
     assert len(view["incidents"]) >= 500
@@ -145,6 +146,7 @@ def browse(page: Path, *options: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not BROWSER, reason="no Chromium is installed")
 @pytest.mark.parametrize("width", [1200, 500])
 def test_chromium_reads_the_page_of_twelve_incidents(tmp_path: Path, width: int) -> None:

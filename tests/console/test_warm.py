@@ -134,6 +134,7 @@ def children_of(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.long_after(variants=2)
 @pytest.mark.parametrize(
     ("words", "code"),
     [
@@ -156,6 +157,7 @@ def test_output_and_exit_code_are_those_of_a_cold_start(
     assert cold.returncode == code
 
 
+@pytest.mark.long
 def test_run_exits_as_its_job_with_the_callers_environment(
     place: Place,
 ) -> None:

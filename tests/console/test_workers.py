@@ -9,6 +9,7 @@ import sys
 import urllib.request
 from pathlib import Path
 
+import pytest
 from temporalio.api.workflow.v1 import PendingActivityInfo
 from temporalio.client import Client
 
@@ -32,6 +33,7 @@ def read_metrics(port: int) -> bool:
         return False
 
 
+@pytest.mark.long
 async def test_of_two_workers_one_is_killed_and_the_other_goes_on(tmp_path: Path) -> None:
     port, log, state = free_port(), tmp_path / "up.log", tmp_path / ".relaunch"
     words = [sys.executable, STARTER, "up", "--state", str(state), "--workers", "2"]

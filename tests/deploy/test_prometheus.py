@@ -63,6 +63,7 @@ def test_files_are_accepted_as_they_are(command: tuple[str, ...]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_a_broken_rule_is_refused(tmp_path: Path) -> None:
     require("promtool")
     folder = tmp_path / "prometheus"

@@ -89,6 +89,7 @@ async def test_s2_4_ranks_outlive_a_controller_away_longer_than_lease(
     await finish(gang)
 
 
+@pytest.mark.long
 async def test_a_watch_without_news_stays_with_its_worker(world: World) -> None:
     times = {"lease": "9s", "fence_after": "9s", "heartbeat": "1s"}
     logged = len(world.worker.log.read_text())

@@ -104,6 +104,7 @@ async def is_named_and_all_go_on(world: World) -> None:
     await world.tidy(job)
 
 
+@pytest.mark.long
 async def test_a_rank_killed_below_a_launcher_is_named_and_all_resume(
     world: World,
 ) -> None:

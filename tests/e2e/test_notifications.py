@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)
 WRONG = "s3cret-token"
 
 
+@pytest.mark.long
 async def test_a_failed_job_reaches_a_webhook_and_doctor_names_others(
     tmp_path: Path,
 ) -> None:

@@ -297,6 +297,7 @@ ENDINGS = {
 }
 
 
+@pytest.mark.long_after(variants=1)
 @pytest.mark.parametrize("first", ["echo", "root"])
 async def test_s3_6_an_echo_hides_no_cause_whichever_comes_first(world: World, first: str) -> None:
     second = next(name for name in ENDINGS if name != first)

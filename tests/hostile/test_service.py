@@ -26,6 +26,7 @@ def _short_fences(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("relaunch.job.fencing.FENCE_MARGIN", timedelta(seconds=0.5))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 async def test_lies_of_one_node_harm_only_the_jobs_that_use_it(
     server: Client, tmp_path: Path

@@ -69,6 +69,7 @@ def run_alone(folder: Path) -> dict[str, str]:
     return outcome
 
 
+@pytest.mark.long
 def test_a_program_resumes_bit_for_bit_and_says_its_bug(tmp_path: Path) -> None:
     untouched = run_alone(tmp_path / "alone")
     faults = {fault.name: fault for fault in FAULTS}

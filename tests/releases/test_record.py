@@ -42,6 +42,7 @@ async def test_a_recording_has_all_kinds_of_payloads(tmp_path: Path) -> None:
     assert await find_breaks(load(path)) == []
 
 
+@pytest.mark.long
 def test_a_version_that_is_not_released_is_not_recorded() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.releases", "0.1.0.dev0"],

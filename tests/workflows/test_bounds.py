@@ -195,9 +195,8 @@ def _one_incident(job: JobState, number: int) -> JobState:
     )
 
 
-@pytest.mark.parametrize(
-    ("nodes", "allowed"), [pytest.param(2, 30, marks=pytest.mark.long), (200, 30)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("nodes", "allowed"), [(2, 30), (200, 30)])
 async def test_a_recovery_of_one_shard_costs_at_most_30_events(
     make_rig: MakeRig, nodes: int, allowed: int
 ) -> None:

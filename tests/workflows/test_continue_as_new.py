@@ -30,6 +30,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 ALWAYS = {"APPLICATION": [{"strategy": "RESTART_IN_PLACE"}]}
 
 
+@pytest.mark.long
 async def test_s5_1_recoveries_over_many_runs_are_counted_exactly(
     make_short_rig: MakeRig,
 ) -> None:
@@ -80,6 +81,7 @@ async def test_a_signal_sent_while_the_job_continues_as_new_is_kept(
         await job.result()
 
 
+@pytest.mark.long
 async def test_a_claim_asked_for_during_continue_as_new_is_answered(
     make_short_rig: MakeRig,
 ) -> None:
@@ -166,6 +168,7 @@ async def test_a_question_to_a_person_outlives_continue_as_new(
         assert (result.phase, result.generation) == (Phase.SUCCEEDED, 2)
 
 
+@pytest.mark.long
 async def test_a_lost_node_stays_lost_over_continue_as_new_and_returns(
     make_short_rig: MakeRig,
 ) -> None:
@@ -206,6 +209,7 @@ async def test_a_queued_job_continues_as_new_and_keeps_its_turn(
             assert (await job.result()).phase is Phase.CANCELLED
 
 
+@pytest.mark.long
 async def test_a_stop_that_waits_for_proof_continues_as_new(
     make_short_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

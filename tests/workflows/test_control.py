@@ -41,6 +41,7 @@ async def is_cancelled(rig: Rig, job: Job) -> None:
     assert result.state.maybe_alive == ()
 
 
+@pytest.mark.long_after(variants=1)
 @pytest.mark.parametrize("way", ["signal", "temporal"])
 async def test_s5_4_cancel_stops_running_ranks(make_rig: MakeRig, way: str) -> None:
     async with make_rig() as rig:
@@ -238,6 +239,7 @@ async def test_two_changes_of_the_policy_at_once_are_both_kept(make_rig: MakeRig
         await is_cancelled(rig, job)
 
 
+@pytest.mark.long_after(variants=2)
 @pytest.mark.parametrize(
     ("sent", "sentence"),
     [
@@ -319,6 +321,7 @@ async def test_malformed_signals_are_shown_and_change_nothing(
         await is_cancelled(rig, job)
 
 
+@pytest.mark.long_after(variants=2)
 @pytest.mark.parametrize("sent", [[], [None], [""], [{}], [{"reason": "b"}, {"by": "ada"}]])
 async def test_an_empty_signal_means_defaults_and_one_payload_counts(
     make_rig: MakeRig, sent: list[Any]
@@ -405,7 +408,8 @@ async def test_an_approved_launch_leaves_out_the_named_node(make_rig: MakeRig) -
         await is_cancelled(rig, job)
 
 
-@pytest.mark.parametrize("decision", ["approve", pytest.param("take-over", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("decision", ["approve", "take-over"])
 async def test_a_worker_without_cache_takes_an_answer_as_any_other(
     make_uncached_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, decision: str
 ) -> None:
@@ -529,6 +533,7 @@ async def test_a_cancel_while_ranks_are_stopped_begins_no_examination(
         assert "examine_nodes" not in names
 
 
+@pytest.mark.long_after(variants=1)
 @pytest.mark.parametrize(
     "nonsense", [{}, {"decision": "perhaps"}, {"decision": "snooze", "within": "soon"}, "yes"]
 )

@@ -93,6 +93,7 @@ async def ended(*jobs: Job) -> None:
         await job.result()
 
 
+@pytest.mark.long_after(variants=1)
 async def test_s3_3_a_job_shrinks_on_a_loss_and_grows_on_the_return(
     make_rig: MakeRig,
 ) -> None:
@@ -133,10 +134,11 @@ async def test_s3_3_a_job_shrinks_on_a_loss_and_grows_on_the_return(
         await ended(job)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "which",
     [
-        pytest.param("a server", marks=pytest.mark.long),
+        "a server",
         "one that suggests to continue as new all the time",
     ],
 )
@@ -378,6 +380,7 @@ async def test_s3_3_a_worker_may_die_between_the_offer_and_the_launch(
     assert_invariants(backend, all_ended=True)
 
 
+@pytest.mark.long
 async def test_s3_3_a_lost_fleet_offers_again_what_its_jobs_would_take(
     make_rig: MakeRig,
 ) -> None:

@@ -295,6 +295,7 @@ async def test_a_healthy_node_is_examined_and_left_as_it_is(server: Client, repa
         assert one.told.messages[0][1]["workflow"] == f"repair/{one.fleet}/n1"
 
 
+@pytest.mark.long_after(variants=1)
 @pytest.mark.parametrize(
     ("sick", "did", "requests", "outcome", "verdict"),
     [
@@ -404,6 +405,7 @@ async def test_observe_only_reports_the_verdict_and_the_omitted_repair(
         assert one.did == ["diagnose"] and one.told.requests == []
 
 
+@pytest.mark.long_after(variants=1)
 @pytest.mark.parametrize(
     "sick", [BY_RESET, BY_REBOOT], ids=["a reset heals it", "the reset was not enough"]
 )
@@ -459,6 +461,7 @@ async def test_a_cancelled_examination_ends_at_once(server: Client) -> None:
 # --- the fleet's permission
 
 
+@pytest.mark.long_after(variants=1)
 @pytest.mark.parametrize("strategy", [None, Strategy.RESET_GPU, Strategy.REBOOT_NODE])
 async def test_what_the_fleet_does_not_permit_is_not_done(
     server: Client, strategy: Strategy | None
@@ -515,6 +518,7 @@ async def test_only_the_answer_to_the_question_asked_counts(
         assert (ended.outcome, one.did) == ("done", ["reset-gpus", "diagnose"])
 
 
+@pytest.mark.long_after(variants=1)
 @pytest.mark.parametrize("strategy", [Strategy.RESET_GPU, Strategy.REBOOT_NODE])
 async def test_a_silent_fleet_is_asked_to_the_deadline_without_repair(
     skipping: WorkflowEnvironment, strategy: Strategy
@@ -528,6 +532,7 @@ async def test_a_silent_fleet_is_asked_to_the_deadline_without_repair(
         assert one.did == []
 
 
+@pytest.mark.long_after(variants=1)
 @pytest.mark.parametrize("used", [False, True])
 async def test_after_a_late_permission_the_node_is_looked_at_again(
     skipping: WorkflowEnvironment, used: bool

@@ -365,6 +365,7 @@ async def test_a_blamed_node_is_repaired_unless_repairs_are_paused(
         )
 
 
+@pytest.mark.long_after(variants=4)
 @pytest.mark.parametrize(
     ("signal", "message", "sentence"),
     [
@@ -449,6 +450,7 @@ async def test_a_changed_fleet_file_is_applied_when_a_person_says_so(make_rig: M
         await until_fleet(rig, lambda state: [one.name for one in state.nodes] == ["n2"], "n1 gone")
 
 
+@pytest.mark.long
 async def test_over_many_runs_no_claim_is_lost_or_node_granted_twice(
     make_short_rig: MakeRig,
 ) -> None:
@@ -472,6 +474,7 @@ async def test_over_many_runs_no_claim_is_lost_or_node_granted_twice(
         assert all(len(history.events) < 300 for history in rig.fleet_histories)
 
 
+@pytest.mark.long_after(variants=1)
 async def test_signals_during_continue_as_new_of_the_fleet_are_kept(
     make_short_rig: MakeRig,
 ) -> None:

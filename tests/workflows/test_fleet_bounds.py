@@ -202,11 +202,13 @@ PAYLOADS: dict[str, Callable[[], object]] = {
 }
 
 
+@pytest.mark.long_after(variants=4)
 @pytest.mark.parametrize("what", PAYLOADS)
 def test_no_payload_of_10000_nodes_and_jobs_reaches_a_mib(what: str) -> None:
     assert wire_size(PAYLOADS[what]()) < MIB
 
 
+@pytest.mark.long
 async def test_a_storm_of_1000_messages_is_taken_and_bounded(make_rig: MakeRig) -> None:
     """People quarantine and release a node five hundred times, as fast as the server takes it."""
     async with make_rig(Script(then="run"), name=f"f-{uuid.uuid4().hex[:8]}", nodes=3) as rig:

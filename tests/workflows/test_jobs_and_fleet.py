@@ -307,6 +307,7 @@ async def test_without_another_node_the_old_one_is_used_and_it_says_so(
         await ended(job)
 
 
+@pytest.mark.long
 async def test_of_two_deadlocked_jobs_the_younger_gives_way(
     make_rig: MakeRig,
 ) -> None:

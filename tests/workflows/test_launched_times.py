@@ -85,6 +85,7 @@ async def test_strict_lease_is_not_for_ranks_launched_without_it(
         assert (await job.result()).phase is Phase.CANCELLED
 
 
+@pytest.mark.long
 async def test_a_later_submission_judges_old_ranks_by_their_own_times(
     make_rig: MakeRig,
 ) -> None:

@@ -114,6 +114,7 @@ async def test_a_drained_node_is_left_after_the_checkpoint(
         await ended(job)
 
 
+@pytest.mark.long
 async def test_a_denial_outlasts_checkpoints_and_relaunches_until_now(
     make_rig: MakeRig,
 ) -> None:

@@ -199,6 +199,7 @@ def test_a_message_of_which_nothing_is_known_is_tried_again() -> None:
     assert take(outbox, START + RETRY_DELAYS[0], ())[1] == (again,)
 
 
+@pytest.mark.long
 def test_the_outbox_stays_within_the_servers_limit() -> None:
     desk = Desk(outcome=lambda _: "refused")
     for number in range(6000):

@@ -95,6 +95,7 @@ async def test_a_question_left_unanswered_frees_nodes_and_ends_no_job(
         assert (await asks.result()).phase is Phase.CANCELLED
 
 
+@pytest.mark.long
 async def test_people_are_reminded_of_a_job_that_waits_for_nodes(make_rig: MakeRig) -> None:
     script = Script((Cut(generation=1, node="n2", when="prepare"),))
     async with make_rig(script, name="scarce") as rig:

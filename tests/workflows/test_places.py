@@ -128,7 +128,8 @@ async def test_lone_ranks_are_never_launched_beside_the_former_machine(
         await job.result()
 
 
-@pytest.mark.parametrize("fleet_ends", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("fleet_ends", [False, True])
 async def test_a_later_submission_distrusts_a_node_that_moved_before(
     make_rig: MakeRig, fleet_ends: bool
 ) -> None:

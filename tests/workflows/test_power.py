@@ -210,6 +210,7 @@ async def made(
         local_power.reboot(folder)
 
 
+@pytest.mark.long
 async def test_a_persons_power_cycle_is_proven_and_the_node_examined(
     server: Client, tmp_path: Path, agent: Path
 ) -> None:
@@ -283,6 +284,7 @@ async def test_a_reboot_that_fails_is_followed_by_a_power_cycle(
         ] == [0, 1]
 
 
+@pytest.mark.long_after(variants=1)
 @pytest.mark.parametrize(
     ("power", "named"),
     [

@@ -245,13 +245,8 @@ async def test_a_repair_that_needs_approval_waits_and_the_job_says_so(
         )
 
 
-@pytest.mark.parametrize(
-    "then",
-    [
-        "approved",
-        *(pytest.param(then, marks=pytest.mark.long) for then in ("cancelled", "terminated")),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("then", ["approved", "cancelled", "terminated"])
 async def test_a_job_that_continues_as_new_follows_its_repair(
     make_short_rig: MakeRig, then: str
 ) -> None:
@@ -294,6 +289,7 @@ async def questions(job: Job) -> list[str]:
     return ["asked" if "?" in message["question"] else message["question"] for message in messages]
 
 
+@pytest.mark.long_after(variants=1)
 @pytest.mark.parametrize(("repairs", "reason"), [("ask", "grace"), ("observe", "observe")])
 async def test_a_repair_denied_or_only_observed_moves_the_ladder_on(
     make_rig: MakeRig, repairs: str, reason: str
@@ -341,6 +337,7 @@ async def test_a_cancel_stops_a_repair_only_before_its_order(
         assert did(rig, "rebooted") == [("n2", "reboot")]
 
 
+@pytest.mark.long_after(variants=1)
 @pytest.mark.parametrize("others", [0, 1])
 async def test_a_job_that_meets_a_busy_node_takes_another_or_waits(
     make_rig: MakeRig, others: int

@@ -99,6 +99,7 @@ async def test_a_job_reset_to_its_last_task_goes_on_with_its_ranks(make_rig: Mak
         assert [one.kind for one in rig.backend.lives[started:]] == ["ended"] * 4
 
 
+@pytest.mark.long_after(variants=1)
 @pytest.mark.parametrize("where", ["first", "last"])
 async def test_nodes_of_a_terminated_job_stay_with_their_new_job(
     make_rig: MakeRig, where: Where

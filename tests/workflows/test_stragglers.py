@@ -43,6 +43,7 @@ async def test_a_slow_node_is_reported_to_people_once(make_rig: MakeRig) -> None
         await replay(await job.history())
 
 
+@pytest.mark.long_after(variants=1)
 @pytest.mark.parametrize(
     ("action", "is_sick", "spares", "used"),
     [
