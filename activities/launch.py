@@ -85,6 +85,8 @@ class LaunchRanksInput:
     """The gang of all shards, if there are several."""
     places: tuple[StartedPlaces, ...] = ()
     """Where older generations may be alive on these nodes, as far as that is known."""
+    run: str = ""
+    """The run of the workflow that launched or watched ranks last; empty: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +137,8 @@ def derive_secret(token: Token, nonce: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LaunchRanksOutput:
-    """The result of a launch: exactly one of refusals, unreachable nodes, or success."""
+    """The result of a launch: exactly one of refusals, unreachable nodes, success, or nothing
+    because the workflow was reset."""
 
     prepared: tuple[PreparedNode, ...] = ()
     stopped_at: datetime | None = None
@@ -153,6 +156,9 @@ class LaunchRanksOutput:
     step_generation: int | None = None
     run: str = ""
     """The run of the workflow that ordered it; empty: not known, or it has not started ranks."""
+    was_reset: bool = False
+    """Another run than that of `LaunchRanksInput` ordered it, so no node was called: the nodes may
+    be another job's by now."""
 
 
 def find_last_step(
@@ -178,6 +184,9 @@ class JobActivities:
     @activity.defn
     async def launch_ranks(self, input: LaunchRanksInput) -> LaunchRanksOutput:
         """Prepare every node and, when all have answered, start every node. Idempotent."""
+        run = activity.info().workflow_run_id or ""
+        if input.run and run != input.run:
+            return LaunchRanksOutput(was_reset=True, run=run)
         backend = self._fleets.backend(input.spec.fleet)
         async with send_heartbeats() as handover:
             handover.extend(activity.info().heartbeat_details)

@@ -292,7 +292,7 @@ async def test_2048_nodes_of_8_ranks_fail_at_once_and_recover(make_rig: MakeRig)
             }
         )
         job = await rig.submit(slow, nodes=NODES, ranks=RANKS)
-        result = await asyncio.wait_for(job.handle.result(), 90)
+        result = await asyncio.wait_for(job.handle.result(), 480)
         assert (result.phase, result.generation) == (Phase.SUCCEEDED, 2)
         (incident,) = result.incidents
         assert incident.ranks

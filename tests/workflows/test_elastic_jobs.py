@@ -305,7 +305,7 @@ async def test_s3_3_an_offer_goes_back_when_a_fault_comes_first(
         job = await rig.submit(policy(**SOON), nodes=RANGE, gpus_per_node=8)
         await job.until_phase(Phase.RUNNING, 1)
         await release(rig, "n3")
-        await asyncio.wait_for(reached.wait(), 30)
+        await asyncio.wait_for(reached.wait(), 200)
         await job.handle.signal("force_retry", {"reason": "now"})
         state = await job.until_phase(Phase.RUNNING, 2)
         assert nodes(state) == ["n1", "n2"]
@@ -360,7 +360,7 @@ async def test_s3_3_a_worker_may_die_between_the_offer_and_the_launch(
         job = await rig.submit(policy(**SOON), nodes=RANGE, gpus_per_node=8)
         await job.until_phase(Phase.RUNNING, 1)
         await release(rig, "n3")
-        await asyncio.wait_for(reached.wait(), 30)
+        await asyncio.wait_for(reached.wait(), 200)
         state = await job.state()
         assert (state.phase, state.generation) == (Phase.RUNNING, 1)
         assert "n3: 2 -> 3" in state.reason

@@ -13,10 +13,10 @@ from temporalio.api.workflowservice.v1 import ResetWorkflowExecutionRequest
 from relaunch.job.state import JobState, Phase
 from relaunch.pool.state import FleetState
 from relaunch.workflows.training_job.workflow import TrainingJob
-from tests.fakes.nodes import Script
+from tests.fakes.nodes import Exit, Script, error_file
 from tests.workflows.claimants import fleet_state, until_fleet
 from tests.workflows.conftest import MakeRig
-from tests.workflows.rig import Job, Rig
+from tests.workflows.rig import Job, Rig, policy
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 Where = Literal["first", "last"]
@@ -122,6 +122,31 @@ async def test_nodes_of_a_terminated_job_stay_with_their_new_job(
         assert nodes_of(after) == {"n1", "n2", "n3", "n4"} - taken
         assert nodes_of(await fleet_state(rig), after.name) == nodes_of(after)
         assert (await other.state()).incident is None
+        await end(again, other)
+
+
+async def test_an_answer_after_a_reset_is_no_restart_on_lost_nodes(make_rig: MakeRig) -> None:
+    """The job was terminated while it waited for a person, and has no report of a watch since."""
+    name = f"f-{uuid.uuid4().hex[:8]}"
+    bug = error_file("ValueError: boom", "Traceback")
+    script = Script((Exit(generation=1, rank=0, exit_code=1, error=bug),), then="run")
+    asks = policy(causes={"APPLICATION": [{"strategy": "ASK"}]})
+    async with make_rig(script, nodes=4, gpus=8, name=name) as rig:
+        job = await rig.submit(asks, gpus_per_node=8)
+        before = await job.until_phase(Phase.WAITING_FOR_PERSON)
+        await job.handle.terminate("by mistake")
+        await rig.tell_fleet("apply")
+        await until_fleet(rig, lambda state: not state.claims, "no claim")
+        other = await rig.submit(gpus_per_node=8)
+        taken = nodes_of(await other.until_phase(Phase.RUNNING, 2))
+        assert taken == nodes_of(before)
+        again = await reset(rig, job, "last")
+        await again.handle.execute_update("answer", {"decision": "approve", "by": "ada"})
+        after = await again.until(
+            lambda s: s.phase is Phase.RUNNING and s.submission > before.submission, "again"
+        )
+        assert nodes_of(after) == {"n1", "n2", "n3", "n4"} - taken
+        assert (await other.state()).generation == 2, "nothing has touched its ranks"
         await end(again, other)
 
 

@@ -242,9 +242,13 @@ class Actions:
 
         def note(output: LaunchRanksOutput) -> None:
             launch.sent.update(output.places)
-            self._session.note_run(output.run)
+            if output.was_reset:
+                self._session.was_reset(output.run)
+            else:
+                self._session.note_run(output.run)
 
-        self._session.post(await commands.launch(self._job, token, slots, note))
+        run = self._session.run
+        self._session.post(await commands.launch(self._job, token, slots, run, note))
         self._open_launch = None
         self.relaunching = None
 

@@ -51,6 +51,7 @@ with workflow.unsafe.imports_passed_through():
         NodesExamined,
         RanksStopped,
         RepairEnded,
+        WorkflowReset,
     )
     from relaunch.job.fencing import living_generations, running_timeouts, will_fence
     from relaunch.job.ladder import LINKS_TIMEOUT
@@ -117,31 +118,26 @@ async def launch(
     job: JobState,
     token: Token,
     slots: tuple[Slot, ...],
+    run: str,
     note: Callable[[LaunchRanksOutput], None],
 ) -> Event:
     """Prepare and start every shard; across shards this workflow is the barrier between the two
     rounds.
 
-    `note` receives the output of each shard that may have got the order to start, even if this is
-    cancelled.
+    `note` receives the output of each order, even if this is cancelled. If another run than `run`
+    orders it, nothing is launched.
     """
-    whole = _launch_orders(job, token, slots)
+    whole = [replace(order, run=run) for order in _launch_orders(job, token, slots)]
     if len(whole) == 1:
         return _outcome(job, token, [await _launch_shard(job, whole[0], "launch", note)])
     prepared = await asyncio.gather(
-        *(
-            _launch_shard(job, replace(order, prepare_only=True), "prepare", _ignore)
-            for order in whole
-        )
+        *(_launch_shard(job, replace(order, prepare_only=True), "prepare", note) for order in whole)
     )
-    if any(output.refusals or output.unreachable for output in prepared):
+    if any(output.refusals or output.unreachable or output.was_reset for output in prepared):
         return _outcome(job, token, prepared)
     orders = start_orders(job, token, slots, [output.prepared for output in prepared])
-    return _outcome(
-        job,
-        token,
-        await asyncio.gather(*(_launch_shard(job, order, "start", note) for order in orders)),
-    )
+    started = (_launch_shard(job, replace(order, run=run), "start", note) for order in orders)
+    return _outcome(job, token, await asyncio.gather(*started))
 
 
 def start_orders(
@@ -199,12 +195,11 @@ async def _launch_shard(
         raise
 
 
-def _ignore(_output: LaunchRanksOutput) -> None:
-    """Preparing starts nothing."""
-
-
 def _outcome(job: JobState, token: Token, outputs: list[LaunchRanksOutput]) -> Event:
     """Return the outcome of a launch: refused beats unreachable beats success, over all shards."""
+    if any(output.was_reset for output in outputs):
+        submission = int(workflow.now().timestamp() * 1000)
+        return WorkflowReset(max(submission, job.submission + 1))
     places = {node: place for output in outputs for node, place in output.places.items()}
     if refusals := tuple(refusal for output in outputs for refusal in output.refusals):
         started = any(output.start_sent for output in outputs)

@@ -28,23 +28,25 @@ class Session:
         self.job = job
         self.inbox = list(inbox)
         self.tasks = Tasks()
-        self._run = ""
-        """The run of the workflow for which its ranks were watched last, or launched first."""
+        self.run = ""
+        """The run of the workflow for which its ranks were watched last, or launched first; empty:
+        not known."""
 
     def note_run(self, run: str) -> None:
         """Note which run of the workflow launched ranks, if none is known yet."""
-        self._run = self._run or run
+        self.run = self.run or run
 
     def was_reset(self, run: str) -> bool:
-        """Return whether the workflow was reset between the last watch's report and this one.
+        """Return whether the workflow was reset between the last result that named a run and this
+        one.
 
         A workflow that is reset is another run with the same first results, and is not told. Only
         results are compared with results: what a run is called itself differs between replays.
 
         Args:
-            run: The run that ordered the watch, as its report says; empty: not known.
+            run: The run that ordered the watch or the launch, as its result says; empty: not known.
         """
-        before, self._run = self._run, run or self._run
+        before, self.run = self.run, run or self.run
         return bool(run and before and run != before)
 
     def post(self, event: Event) -> None:
