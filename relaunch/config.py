@@ -96,6 +96,36 @@ class Settings(BaseModel):
         return value
 
 
+def find_trace_endpoint() -> tuple[str, str] | None:
+    """Return where traces of incidents are sent, and the variable that says so; None: nowhere.
+
+    The variables are OpenTelemetry's own. It ignores one that is blank.
+
+    Raises:
+        ConfigError: the endpoint cannot be used.
+    """
+    if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return None
+    exporters = os.environ.get("OTEL_TRACES_EXPORTER", "").strip() or "otlp"
+    if "otlp" not in (one.strip() for one in exporters.split(",")):
+        return None
+    variable, path = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", ""
+    if not (value := os.environ.get(variable, "").strip()):
+        variable, path = "OTEL_EXPORTER_OTLP_ENDPOINT", "/v1/traces"
+        if not (value := os.environ.get(variable, "").strip()):
+            return None
+    if not re.fullmatch(r"https?://[^\s/?#]+([/?#]\S*)?", value):
+        raise ConfigError(
+            f"{variable} is {value!r}: expected an address such as http://collector:4318"
+        )
+    for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
+        if protocol := os.environ.get(name, "").strip():
+            if protocol != "http/protobuf":
+                raise ConfigError(f"{name} is {protocol!r}: expected http/protobuf, or none")
+            break
+    return (value.rstrip("/") + path if path else value), variable
+
+
 def settings_file() -> Path | None:
     """Return the settings file: the one $RELAUNCH_SETTINGS names, or ./relaunch.toml."""
     named = os.environ.get(FILE_VARIABLE, "")

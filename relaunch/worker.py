@@ -41,6 +41,7 @@ from relaunch.activities.repairs import RepairActivities
 from relaunch.activities.running_watches import RunningWatches
 from relaunch.activities.sampler import StateSampler
 from relaunch.activities.task_events import TaskEvents
+from relaunch.activities.traces import TraceSender
 from relaunch.activities.watch import WatchActivities
 from relaunch.activities.worker_status import WorkerStatusActivities
 from relaunch.backends.artifact import build_agent
@@ -48,7 +49,13 @@ from relaunch.backends.base import Backend, EventQueue
 from relaunch.backends.local import LocalBackend
 from relaunch.builds import HEARTBEAT_INTERVAL, build_id, deployment
 from relaunch.cli.files import read_fleet
-from relaunch.config import ConfigError, Settings, describe_settings, read_settings
+from relaunch.config import (
+    ConfigError,
+    Settings,
+    describe_settings,
+    find_trace_endpoint,
+    read_settings,
+)
 from relaunch.handover import Handover
 from relaunch.messages.workers import UnusableFile
 from relaunch.spec.fleet import DeadManSwitch, FleetSpec
@@ -59,6 +66,7 @@ from relaunch.workflows.node_repair.workflow import NodeRepair
 from relaunch.workflows.notifier.workflow import Notifier
 from relaunch.workflows.runner import TaskRunner
 from relaunch.workflows.training_job.metrics import BUCKETS
+from relaunch.workflows.training_job.traces import set_sink
 from relaunch.workflows.training_job.workflow import TrainingJob
 
 WORKFLOW_TASKS = 8
@@ -435,6 +443,7 @@ async def serve(settings: Settings, build: str | None, is_near: bool = False) ->
     (settings.state / ARCHIVE).mkdir(parents=True, exist_ok=True)
     gc.freeze()
     gc.enable()
+    traces = _trace_incidents(settings)
     others: list[asyncio.Task[None]] = []
     try:
         async with make_worker(client, settings, fleets, build, running, pinger, is_near=is_near):
@@ -459,7 +468,28 @@ async def serve(settings: Settings, build: str | None, is_near: bool = False) ->
         for one in ending:
             one.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
+        if traces is not None:
+            await asyncio.to_thread(traces.close)
         await fleets.close()
+
+
+def _trace_incidents(settings: Settings) -> TraceSender | None:
+    """Have the traces of incidents sent, if an endpoint for them is configured.
+
+    One that cannot be used is logged and ignored: it may be a variable for all programs of a
+    machine, and jobs need this worker.
+    """
+    try:
+        found = find_trace_endpoint()
+    except ConfigError as error:
+        logging.getLogger("relaunch").error("%s; no incident is traced", error)
+        return None
+    if found is None:
+        return None
+    traces = TraceSender(found[0], settings.web_ui or "")
+    traces.start()
+    set_sink(traces.submit)
+    return traces
 
 
 async def _take_over_watches(client: Client, running: RunningWatches) -> None:
@@ -594,6 +624,8 @@ def main() -> int:
                 settings, tuple(key for key, value in overrides.items() if value is not None)
             ):
                 sys.stdout.write(f"{name:<18} {value:<40} {source}\n")
+            if (traces := find_trace_endpoint()) is not None:
+                sys.stdout.write(f"{'(traces)':<18} {traces[0]:<40} {traces[1]}\n")
             return 0
         logging.basicConfig(
             level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"

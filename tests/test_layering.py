@@ -25,6 +25,7 @@ PYDANTIC = (
     "typing_inspection",
 )
 HEAVY = ("boto3", "botocore", "paramiko", "numpy", "typer", "rich", "yaml", "pydantic_settings")
+HEAVY += ("opentelemetry", "requests")
 
 PROGRAM = """
 import importlib, json, sys

@@ -39,6 +39,7 @@ from relaunch.worker import (
     _make_runtime,
     _sample,
     _serve_metrics,
+    _trace_incidents,
     make_fleets,
 )
 from tests.servers import start_dev_server
@@ -161,6 +162,17 @@ async def test_an_error_of_the_sampler_ends_the_sampling_only(
     settings = Settings(state=tmp_path, metrics="127.0.0.1:9464")
     await _sample(client, settings, fleets, RunningWatches(tmp_path))
     assert "is not sampled" in caplog.text and "a bug" in caplog.text
+
+
+def test_an_unusable_endpoint_of_traces_stops_no_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert _trace_incidents(Settings(state=tmp_path)) is None
+    assert caplog.text == ""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "collector:4318")
+    assert _trace_incidents(Settings(state=tmp_path)) is None
+    assert "OTEL_EXPORTER_OTLP_ENDPOINT is 'collector:4318': expected" in caplog.text
+    assert "no incident is traced" in caplog.text
 
 
 async def test_a_second_controller_of_the_same_names_is_refused(

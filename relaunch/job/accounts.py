@@ -47,6 +47,15 @@ class Account(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class LedgerEntry:
+    """A time without interruption that was charged to one account."""
+
+    account: Account
+    begin: datetime
+    end: datetime
+
+
+@dataclass(frozen=True, slots=True)
 class RunFigures:
     """What one watch has learned about the course of a generation, beside its step."""
 

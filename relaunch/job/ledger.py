@@ -11,7 +11,13 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 
-from relaunch.job.accounts import Account, Ledger, RunFigures, RunningTime
+from relaunch.job.accounts import (
+    Account,
+    Ledger,
+    LedgerEntry,
+    RunFigures,
+    RunningTime,
+)
 from relaunch.job.events import (
     CheckpointSaved,
     Event,
@@ -24,9 +30,11 @@ from relaunch.job.events import (
     StepReached,
     Submitted,
 )
-from relaunch.job.state import Decision, JobState, Phase, Stop
+from relaunch.job.state import Decision, Incident, JobState, Phase, Stop
 
 NONE = timedelta(0)
+MAX_ENTRIES = 40
+"""Entries kept of one incident, as many as decisions: a relaunch loop must not fill the state."""
 
 
 def is_training(job: JobState) -> bool:
@@ -152,7 +160,7 @@ def charge_decision(job: JobState, after: JobState, decision: Decision, now: dat
         return after
     incident = after.incident
     if incident is not None and charged.incident is not None:
-        incident = replace(incident, costs=charged.incident.costs)
+        incident = replace(incident, costs=charged.incident.costs, entries=charged.incident.entries)
     return replace(after, ledger=charged.ledger, incident=incident)
 
 
@@ -211,17 +219,31 @@ def _charge(
         # A build that kept no ledger submitted the job: what the time until now went into is in
         # its history alone.
         account = Account.UNKNOWN
-    span = until - (ledger.charged_until or job.submitted_at)
+    since = ledger.charged_until or job.submitted_at
+    span = until - since
     if span <= NONE:
         return job
     totals = {**ledger.totals, account: ledger.totals.get(account, NONE) + span}
     incident = job.incident
     if incident is not None and account.is_loss and to_incident:
-        costs = {**incident.costs, account: incident.costs.get(account, NONE) + span}
-        incident = replace(incident, costs=costs)
+        incident = _charge_incident(incident, LedgerEntry(account, since, until))
     return replace(
         job, incident=incident, ledger=replace(ledger, totals=totals, charged_until=until)
     )
+
+
+def _charge_incident(incident: Incident, entry: LedgerEntry) -> Incident:
+    span = entry.end - entry.begin
+    costs = {**incident.costs, entry.account: incident.costs.get(entry.account, NONE) + span}
+    entries = incident.entries
+    if entries and (entries[-1].account, entries[-1].end) == (entry.account, entry.begin):
+        entries = (*entries[:-1], replace(entries[-1], end=entry.end))
+    else:
+        entries = (*entries, entry)
+    if len(entries) > MAX_ENTRIES:
+        half = MAX_ENTRIES // 2
+        entries = (*entries[:half], *entries[half + 1 :])
+    return replace(incident, costs=costs, entries=entries)
 
 
 def _charge_state(job: JobState, before: JobState, now: datetime) -> JobState:

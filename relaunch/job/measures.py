@@ -5,9 +5,10 @@ It reads the state that decisions are made of, and no decision depends on it.
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import datetime, timedelta
 from enum import StrEnum
 
+from relaunch.job.accounts import Account, Ledger
 from relaunch.job.ladder import list_used_budgets
 from relaunch.job.state import FaultRecord, Incident, JobState, Phase
 
@@ -90,6 +91,19 @@ def measure_stages(incident: Incident) -> tuple[tuple[IncidentStage, float], ...
         for stage, begin, end in zip(IncidentStage, times, times[1:], strict=False)
         if begin is not None and end is not None
     )
+
+
+def measure_accounts(ledger: Ledger) -> dict[Account, int]:
+    """Return the whole seconds of each account that stay in it: none falls within a submission.
+
+    What may still have been lost is left out, until it is known.
+    """
+    second = timedelta(seconds=1)
+    seconds = {account: span // second for account, span in ledger.totals.items()}
+    if ledger.at_risk:
+        kept = ledger.totals.get(Account.PRODUCTIVE, timedelta(0)) - ledger.at_risk
+        seconds[Account.PRODUCTIVE] = kept // second
+    return seconds
 
 
 def find_last_strategy(incident: Incident) -> str:

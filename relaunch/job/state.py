@@ -16,7 +16,7 @@ from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Verdict
 from relaunch.evidence.stragglers import SlowNode
 from relaunch.generation import LaunchedGeneration, Token
-from relaunch.job.accounts import Account, Ledger
+from relaunch.job.accounts import Account, Ledger, LedgerEntry
 from relaunch.job.generation_nodes import GenerationNodes
 from relaunch.job.places import StartedPlaces
 from relaunch.spec.job import JobSpec
@@ -392,6 +392,9 @@ class Incident:
     """A clause that says how it closed."""
     costs: dict[Account, timedelta] = field(default_factory=dict)
     """The time that it took from training, by account: see `ledger`."""
+    entries: tuple[LedgerEntry, ...] = ()
+    """What `costs` consists of, in order. Of a very long incident only the first half and the
+    newest half of those that may be kept."""
 
 
 @dataclass(frozen=True, slots=True)

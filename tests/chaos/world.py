@@ -367,7 +367,7 @@ class World:
                 key: value
                 for key, value in os.environ.items()
                 # The last: a user's shell has none, and with it output is not as it is there.
-                if not key.startswith(("RELAUNCH_", "TEMPORAL_", "PYTHONUNBUFFERED"))
+                if not key.startswith(("RELAUNCH_", "TEMPORAL_", "OTEL_", "PYTHONUNBUFFERED"))
             },
             "TEMPORAL_ADDRESS": f"{HOST}:{port}",
             "RELAUNCH_STATE": str(state),

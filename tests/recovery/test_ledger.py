@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import datetime, timedelta
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -38,9 +39,10 @@ from relaunch.job.events import (
     StepReached,
     Submitted,
 )
-from relaunch.job.ledger import measure_wall, settle
+from relaunch.job.ledger import MAX_ENTRIES, measure_wall, settle
+from relaunch.job.measures import measure_accounts
 from relaunch.job.replay import Step, restore
-from relaunch.job.state import ExaminedNode, JobState, Phase, Slot
+from relaunch.job.state import ExaminedNode, Incident, JobState, Phase, Slot
 from relaunch.job.step import step
 from relaunch.spec.policy import Policy, Strategy
 from tests.recovery.builders import T0, at, error, exited, new_job, policy, xid
@@ -55,7 +57,9 @@ Turn = tuple[float, Event]
 
 def play(job: JobState, *turns: Turn) -> JobState:
     for seconds, event in turns:
+        before = job
         job, _ = step(job, event, at(seconds))
+        check_counts(before, job)
         check_sums(job, at(seconds))
     return job
 
@@ -71,6 +75,29 @@ def check_sums(job: JobState, now: datetime) -> None:
         cost = sum((one.costs.get(account, NONE) for one in incidents), NONE)
         assert not cost or account.is_loss
         assert cost <= settled.ledger.totals.get(account, NONE) + NONE, account
+    for one in incidents:
+        check_entries(one)
+
+
+def check_counts(before: JobState, after: JobState) -> None:
+    """What a metric has counted is never taken back, and is all time that is charged for good."""
+    counted, more = measure_accounts(before.ledger), measure_accounts(after.ledger)
+    assert all(more.get(account, 0) >= seconds for account, seconds in counted.items())
+    charged = sum(after.ledger.totals.values(), NONE) - after.ledger.at_risk
+    assert 0 <= charged.total_seconds() - sum(more.values()) < len(Account)
+
+
+def check_entries(incident: Incident) -> None:
+    """The entries of an incident are in order, and are what it cost if none was dropped."""
+    entries = incident.entries
+    assert len(entries) <= MAX_ENTRIES
+    assert all(one.begin < one.end for one in entries)
+    assert all(one.end <= other.begin for one, other in pairwise(entries)), entries
+    if len(entries) < MAX_ENTRIES:
+        spent: dict[Account, timedelta] = {}
+        for one in entries:
+            spent[one.account] = spent.get(one.account, NONE) + one.end - one.begin
+        assert spent == incident.costs
 
 
 def begun(*, start: float = 10.0, **changes: Any) -> JobState:
@@ -127,6 +154,12 @@ def test_a_fault_costs_the_work_since_the_checkpoint_and_a_start() -> None:
     }
     assert costs(job) == {"lost_work": 30, "detecting": 1, "stopping": 2, "launching": 13}
     assert job.incidents[-1].recovered == at(130)
+    assert [(one.account.value, one.begin, one.end) for one in job.incidents[-1].entries] == [
+        ("lost_work", at(70), at(100)),
+        ("detecting", at(100), at(101)),
+        ("stopping", at(101), at(103)),
+        ("launching", at(103), at(116)),
+    ]
     assert totals(settle(job, at(200)))["productive"] == 50 + 84
 
 
@@ -352,7 +385,8 @@ def test_a_drain_at_a_checkpoint_loses_no_work() -> None:
 def ended(job: JobState, seconds: float) -> JobState:
     """The ranks of a job that ends are gone."""
     assert job.ending is not None
-    job = finish(job, at(seconds))
+    before, job = job, finish(job, at(seconds))
+    check_counts(before, job)
     check_sums(job, at(seconds))
     return job
 
@@ -368,6 +402,7 @@ def test_what_a_failed_job_kept_is_unknown_without_checkpoints() -> None:
     rules = policy(causes={"APPLICATION": [{"strategy": "FAIL"}]})
     job = play(begun(policy=rules), (101, report(1, 9, 99)), (101, failed(1, 100)))
     assert totals(job)["productive"] == 90
+    assert measure_accounts(job.ledger)[Account.PRODUCTIVE] == 0, "it is not known yet"
     job = ended(job, 103)
     assert totals(job)["unknown"] == 90 and "productive" not in totals(job)
 
@@ -451,6 +486,7 @@ def test_the_accounts_of_every_job_add_up_to_its_time(
         until, before = turn.after.ledger.charged_until, turn.before.ledger.charged_until
         assert until is not None and until <= turn.now
         assert before is None or before <= until
+        check_counts(turn.before, turn.after)
 
 
 @searched(60)

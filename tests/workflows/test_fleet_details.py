@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
+import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from relaunch.pool.inventory import GpuUse, Inventory
@@ -94,6 +95,25 @@ def test_each_node_that_is_out_says_why_by_whom_and_since_when(page: SnapshotAss
     named = [line.split("**")[1] for line in lines if line.startswith("- **n")]
     assert named == ["n2", "n3", "n4", "n5"]
     assert "\n".join(lines) == page
+
+
+@pytest.mark.parametrize(
+    ("nodes", "said"), [(("n1", "n2"), "jobs leave it until"), (("n1",), "no job has it any more")]
+)
+def test_a_drained_node_says_until_when_while_a_job_has_it(
+    nodes: tuple[str, ...], said: str
+) -> None:
+    holds = tuple(map(Place, nodes))
+    drain = DrainRequest("n2", "new memory", "grace", NOW + timedelta(minutes=30))
+    lines = drawn(
+        fleet(
+            node("n1"),
+            node("n2", status=NodeStatus.QUARANTINED, reason="new memory", drain=drain),
+            claims=(ClaimRecord(Claim("llama", 1, 1, 2, holds=holds), granted=holds),),
+        )
+    )
+    (line,) = (line for line in lines if line.startswith("- **n2**"))
+    assert said in line
 
 
 def test_who_waits_says_for_what_and_who_has_nodes_says_which(page: SnapshotAssertion) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -21,10 +21,12 @@ from temporalio.worker import Replayer
 from relaunch.activities import sampler
 from relaunch.activities.running_watches import RunningWatches
 from relaunch.activities.sampler import StateSampler
-from relaunch.job.state import Phase
+from relaunch.job.accounts import Account, Ledger
+from relaunch.job.state import JobState, Phase
+from relaunch.job.trace import ClosedIncident
 from relaunch.temporal import data_converter
 from relaunch.workflows.runner import TaskRunner
-from relaunch.workflows.training_job import metrics
+from relaunch.workflows.training_job import metrics, traces
 from relaunch.workflows.training_job.workflow import TrainingJob
 from tests.fakes.nodes import Exit, Script
 from tests.recovery.builders import new_job
@@ -67,13 +69,16 @@ def meters() -> Meters:
 
 
 async def test_an_incident_is_counted_once_and_not_again_on_replay(
-    server: Client, tmp_path: Path, meters: Meters
+    server: Client, tmp_path: Path, meters: Meters, request: pytest.FixtureRequest
 ) -> None:
     config = server.service_client.config
     client = await Client.connect(
         config.target_host, data_converter=data_converter(), runtime=meters.runtime
     )
     script = Script((Exit(generation=1, rank=0, exit_code=3),), then="succeed")
+    handed_over: list[ClosedIncident] = []
+    traces.set_sink(handed_over.append)
+    request.addfinalizer(lambda: traces.set_sink(None))
     # Nothing is kept in a cache: each workflow task replays all that came before it, and so does
     # each query, which may come before the task of what it replays.
     async with rig(client, tmp_path, script, cached=0) as made:
@@ -95,8 +100,16 @@ async def test_an_incident_is_counted_once_and_not_again_on_replay(
             1,
             4,
         ]
+        seconds = meters.read(metrics.JOB_SECONDS, "fleet", "account")
+        totals = ending.result().state.ledger.totals
+        # A task that is repeated, or comes after a query, is at a slightly different time.
+        for account, span in totals.items():
+            found = seconds.get(("default", account.value), 0)
+            assert found == pytest.approx(span.total_seconds(), abs=1), account
+        assert seconds.keys() <= {("default", one.value) for one in totals}
         history = await job.handle.fetch_history()
     before = dict(meters.counts)
+    traces._handed_over.clear()  # as in another worker
     replayer = Replayer(
         workflows=[TrainingJob],
         data_converter=data_converter(),
@@ -107,6 +120,9 @@ async def test_an_incident_is_counted_once_and_not_again_on_replay(
     meters.read(metrics.FAULTS)
     ours = {name: count for name, count in meters.counts.items() if name.startswith("relaunch")}
     assert ours == {name: before[name] for name in ours}
+    (closed,) = handed_over
+    assert closed.incident == incident
+    assert (closed.job, closed.number, closed.workflow) == (ending.result().name, 0, job.handle.id)
 
 
 async def test_a_worker_counts_nothing_twice_and_forgets_the_oldest(
@@ -120,6 +136,26 @@ async def test_a_worker_counts_nothing_twice_and_forgets_the_oldest(
     assert metrics._is_new(job, "incident", 1)
     assert len(metrics._recorded) == 2
     assert metrics._is_new(job, "incident", 0), "it was the oldest"
+
+
+async def test_a_worker_counts_no_second_of_a_job_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "_charged", {})
+    monkeypatch.setattr(metrics, "MAX_RECORDED", 1)
+
+    def charged(**seconds: float) -> JobState:
+        totals = {Account(name): timedelta(seconds=span) for name, span in seconds.items()}
+        return replace(new_job(), ledger=Ledger(totals=totals))
+
+    first, second = charged(queued=4.6), charged(queued=4.6, stopping=2.5)
+    again, third = charged(queued=4.6, stopping=1.9), charged(queued=4.6, stopping=6)
+    find = metrics._find_new_seconds
+    assert find(charged(queued=1.5), first) == {Account.QUEUED: 3}, "1 s by the worker before"
+    assert find(first, second) == {Account.STOPPING: 2}
+    assert find(first, again) == {}, "a repeated task, at an earlier time"
+    assert find(again, third) == {Account.STOPPING: 4}
+    assert find(third, third) == {}
+    find(first, replace(second, name="other"))
+    assert len(metrics._charged) == 1, "the job that was counted least lately is forgotten"
 
 
 async def test_the_sampler_shows_a_question_until_it_is_answered(

@@ -50,8 +50,12 @@ def fleet_details(
     lines += [f"**Next** {what_next}", ""]
     if doing:
         lines += [f"**Under way** {_some(doing)}", ""]
-    lines += _section("Out of service", out, _out_line)
-    lines += _section("In service, but not available", odd, _odd_line)
+    is_drained = any(node.drain is not None for node in notable)
+    used = {place.node for record in using for place in record.places} if is_drained else set()
+    lines += _section("Out of service", out, lambda node: _out_line(node, node.name in used))
+    lines += _section(
+        "In service, but not available", odd, lambda node: _odd_line(node, node.name in used)
+    )
     gpus = [node for node in notable if _gpu_note(node)]
     lines += _section(
         "GPUs that foreign processes use, that are missing or cannot be read", gpus, _gpu_line
@@ -147,16 +151,16 @@ def _is_odd(node: NodeRecord) -> bool:
     return looks_odd or bool(node.repair) or node.drain is not None
 
 
-def _out_line(node: NodeRecord) -> str:
+def _out_line(node: NodeRecord, is_used: bool) -> str:
     by = f" by {node.by}" if node.by else ""
     return (
         f"**{node.name}** {node.status}{_format_since(node.since)}{by}: "
-        f"{_cut(node.reason)}{_node_notes(node)}"
+        f"{_cut(node.reason)}{_node_notes(node, is_used)}"
     )
 
 
-def _odd_line(node: NodeRecord) -> str:
-    return f"**{node.name}**{_node_notes(node).removeprefix(';')}"
+def _odd_line(node: NodeRecord, is_used: bool) -> str:
+    return f"**{node.name}**{_node_notes(node, is_used).removeprefix(';')}"
 
 
 def _offer_line(offer: OfferRecord) -> str:
@@ -185,7 +189,7 @@ def _gpu_note(node: NodeRecord) -> str:
     return "; ".join(_cut(part) for part in (lacks, describe_uses(node.foreign_processes)) if part)
 
 
-def _node_notes(node: NodeRecord) -> str:
+def _node_notes(node: NodeRecord, is_used: bool) -> str:
     parts: list[str] = []
     if node.probe is not None and node.probe.silent:
         parts.append(f"no answer{_format_since(node.silent_since)}: {_cut(node.probe.silent)}")
@@ -194,8 +198,9 @@ def _node_notes(node: NodeRecord) -> str:
     if node.repair:
         parts.append(f"repair `{node.repair}`")
     if node.drain is not None:
+        left = f"jobs leave it until {_format_time(node.drain.until)}"
         parts.append(
-            f"jobs leave it until {_format_time(node.drain.until)}"
+            f"{left if is_used else 'no job has it any more'}"
             f" ({node.drain.by}: {_cut(node.drain.reason)})"
         )
     elif node.repair_drain is not None and node.asked_jobs:

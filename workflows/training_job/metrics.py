@@ -11,11 +11,13 @@ import threading
 from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
+    from relaunch.job.accounts import Account
     from relaunch.job.measures import (
         count_closed_incidents,
         find_closed_incidents,
         find_last_strategy,
         find_new_faults,
+        measure_accounts,
         measure_stages,
     )
     from relaunch.job.state import JobState
@@ -25,6 +27,7 @@ INCIDENTS = "relaunch_incidents_total"
 STAGE_SECONDS = "relaunch_recovery_seconds"
 INCIDENT_SECONDS = "relaunch_incident_seconds"
 ENDED_JOBS = "relaunch_ended_jobs_total"
+JOB_SECONDS = "relaunch_job_seconds_total"
 
 BUCKETS_S = (
     *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
@@ -39,6 +42,9 @@ MAX_RECORDED = 10_000
 _recorded: dict[tuple[object, ...], None] = {}
 """What this worker has recorded, oldest first. A workflow task may be repeated, and a query may
 bring events before the task that they belong to, which then brings them again (decision 49)."""
+_charged: dict[tuple[object, ...], dict[Account, int]] = {}
+"""The seconds of each job up to which this worker has counted them; the job that was counted least
+lately is the first. A repeated task charges the same time, up to another end."""
 _recording = threading.Lock()
 """Workflow tasks run in several threads."""
 
@@ -55,10 +61,33 @@ def _is_new(job: JobState, *what: object) -> bool:
         return True
 
 
+def _find_new_seconds(before: JobState, after: JobState) -> dict[Account, int]:
+    """Return the seconds charged between two states that this worker has not counted, and note
+    them as counted."""
+    if before.ledger == after.ledger:
+        return {}
+    known, charged = measure_accounts(before.ledger), measure_accounts(after.ledger)
+    key = (after.namespace, after.name, after.submission)
+    with _recording:
+        known = _charged.pop(key, known)
+        _charged[key] = {
+            account: max(seconds, known.get(account, 0)) for account, seconds in charged.items()
+        }
+        if len(_charged) > MAX_RECORDED:
+            del _charged[next(iter(_charged))]
+    return {
+        account: seconds - known.get(account, 0)
+        for account, seconds in charged.items()
+        if seconds > known.get(account, 0)
+    }
+
+
 def record_changes(before: JobState, after: JobState) -> None:
-    """Record the faults and the closed incidents between two states of one run."""
+    """Record the faults, the closed incidents and the charged seconds between two states of one
+    run."""
     if workflow.unsafe.is_replaying():
         return  # the meter would record nothing, and this would only cost time
+    charged = _find_new_seconds(before, after)
     closed = [
         incident
         for number, incident in enumerate(
@@ -71,12 +100,16 @@ def record_changes(before: JobState, after: JobState) -> None:
         for number, fault in find_new_faults(before, after)
         if _is_new(after, "fault", *number)
     ]
-    if not closed and not faults:
+    if not (closed or faults or charged):
         return
     meter = workflow.metric_meter().with_additional_attributes({"fleet": after.spec.fleet})
     fault_counter = meter.create_counter(FAULTS, "Faults by cause.")
     for fault in faults:
         fault_counter.add(1, {"cause": fault.cause.value})
+    for account, count in charged.items():
+        meter.create_counter(JOB_SECONDS, "Seconds of jobs, by what they went into.").add(
+            count, {"account": account.value}
+        )
     for incident in closed:
         cause = {"cause": incident.cause.value}
         outcome = "recovered" if incident.recovered is not None else "ended"

@@ -54,6 +54,7 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.workflows.training_job.metrics import record_changes, record_end
     from relaunch.workflows.training_job.notices import Notices
     from relaunch.workflows.training_job.session import Session
+    from relaunch.workflows.training_job.traces import hand_over_incidents
     from relaunch.workflows.training_job.watches import Watches
 
 LINKS_PATCH = "check-links"
@@ -133,6 +134,7 @@ class TrainingJob(MessageHandlers):
         known = before.slow_nodes
         session.job, decision = self._step(event)
         record_changes(before, session.job)
+        hand_over_incidents(session.job)
         if not isinstance(decision, Ignore):
             workflow.logger.info(
                 "%s -> %s: %s",
@@ -253,6 +255,7 @@ class TrainingJob(MessageHandlers):
         session.job = finish(before, workflow.now())
         record_changes(before, session.job)
         record_end(session.job)
+        hand_over_incidents(session.job)
         self._publish()
         self._notices.send_news()
         if self._notices.sending is not None:
