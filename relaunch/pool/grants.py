@@ -139,9 +139,7 @@ class Allocation:
         """Send the answers again that jobs asked for again."""
         for record in self._state.claims:
             if not record.is_answer_sent and not record.is_closed and record.answer is not None:
-                answer = record.answer
-                if answer.kind == "granted":
-                    answer = replace(answer, places=record.granted or ())
+                answer = replace(record.answer, places=record.granted or ())
                 self.messages.append(GrantMessage(record.claim.job, answer))
                 self.claims[record.claim.job] = replace(record, is_answer_sent=True)
 

@@ -141,6 +141,16 @@ def test_who_avoids_a_node_leaves_it_to_those_who_come_later(snapshot: SnapshotA
     assert desk.record("large").wait_reason == snapshot(name="large")
 
 
+def test_a_claim_reserves_no_node_that_it_could_not_use() -> None:
+    desk = Desk(*nodes("n1", "n2"), *nodes("n3", gpus=4))
+    desk.claim("x", 1, gpus=8)
+    desk.claim("large", 2, gpus=8)
+    desk.claim("small", 1, gpus=4)
+    assert desk.granted() == {"small": ["n3"]}
+    desk.claim("next", 1, gpus=4)
+    assert desk.granted() == {}, "n2 is free and reserved"
+
+
 def test_jobs_of_one_shape_reserve_only_what_the_first_reserves(
     snapshot: SnapshotAssertion,
 ) -> None:
@@ -227,6 +237,20 @@ def test_a_grant_names_where_ranks_of_old_submissions_may_live(
     places = (Place("n1", "10.0.0.1"),)
     assert grant == Grant(2, 1, "granted", places, grant.reason, ("n3",))
     assert grant.reason == snapshot
+
+
+def test_own_ranks_on_a_silent_node_are_of_no_earlier_submission() -> None:
+    desk = Desk()
+    desk.claim("a", 2)
+    desk.living["n1"] = desk.living["n2"] = (LiveGeneration("a", 1, 1),)
+    desk.look()
+    desk.silent["n2"] = "connection refused"
+    desk.wait(minutes=1)
+    desk.claim("a", 2, seq=2, running=True, keep=("n1",))
+    grant = desk.grants()["a"]
+    assert ([place.node for place in grant.places], grant.holding) == (["n1", "n3"], ())
+    desk.claim("a", 1, submission=2)
+    assert desk.grants()["a"].holding == ("n1", "n2", "n3")
 
 
 def test_a_replacement_comes_after_what_is_kept() -> None:
@@ -540,6 +564,14 @@ def test_names_and_reasons_that_are_many_are_counted(snapshot: SnapshotAssertion
     assert desk.granted()["a"] == ["n1", "n9"]
     desk.claim("a", 3, seq=3, running=True, keep=("n1", "n9"), avoid=("n2", "n3", "n4", "n5"))
     assert desk.grants("waiting")["a"].reason == snapshot(name="avoided")
+
+
+def test_only_nodes_that_a_job_could_use_are_reasons(snapshot: SnapshotAssertion) -> None:
+    desk = Desk(*nodes("n1", "n2"), *nodes("n3", gpus=4))
+    for name in ("n2", "n3"):
+        desk.go(QuarantineCommand(name, "dust", "grace"))
+    desk.claim("a", 2, gpus=8)
+    assert desk.grants("waiting")["a"].reason == snapshot
 
 
 def test_a_large_grant_names_a_few_nodes(snapshot: SnapshotAssertion) -> None:

@@ -9,7 +9,7 @@ from relaunch.pool.counts import FleetCounts, count_fleet
 from relaunch.pool.events import PauseCommand, QuarantineCommand
 from relaunch.pool.messages import DrainRequest, Place
 from relaunch.pool.state import FleetState, LiveGeneration, NodeProbe, OfferRecord
-from relaunch.pool.tenants import STATES, jobs_on, node_state, tenants
+from relaunch.pool.tenants import STATES, is_claimed, jobs_on, node_state, tenants
 from tests.recovery.fleet_builders import T0, Desk, began, nodes
 
 
@@ -74,6 +74,8 @@ def test_tenants_are_those_of_claims_offers_and_agents() -> None:
     assert jobs_on(here[held]) == ["train", "old"]
     assert [one.place for one in here[held]][1] is None, "no claim of it is known"
     assert (jobs_on(here[free]), here[free][0].offered) == ([], until)
+    assert is_claimed(here[held]) and not is_claimed(here[free])
+    assert not is_claimed(here[held][1:]), "only its probe has these ranks"
 
 
 def test_waiting_jobs_pauses_and_the_breaker_are_counted() -> None:

@@ -189,6 +189,9 @@ def test_a_job_that_repeats_itself_hears_the_same_answer() -> None:
     assert desk.go() == []
     desk.claim("w", 4)
     assert desk.claim("w", 4) == []
+    (told,) = desk.claim("a", 5, seq=2, running=True, keep=("n1",))
+    assert desk.grants("hopeless")["a"].places == ()
+    assert desk.claim("a", 5, seq=2, running=True, keep=("n1",)) == [told]
 
 
 def test_a_job_that_holds_less_frees_the_rest_at_once() -> None:

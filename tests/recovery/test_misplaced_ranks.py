@@ -42,10 +42,23 @@ def test_each_node_is_stopped_up_to_its_own_generation() -> None:
     desk.claim("a", 1)
     desk.living["n2"] = (LiveGeneration("a", 1, 2), LiveGeneration("a", 1, 5))
     desk.living["n3"] = (LiveGeneration("a", 1, 2),)
+    desk.living["n4"] = (LiveGeneration("a", 1, 5), LiveGeneration("a", 1, 2))
     assert desk.wait(minutes=1) == [
         ReclaimOrder("a", 1, ("n3",), 2),
-        ReclaimOrder("a", 1, ("n2",), 5),
+        ReclaimOrder("a", 1, ("n2", "n4"), 5),
     ]
+
+
+def test_where_the_job_itself_stops_ranks_the_fleet_does_not() -> None:
+    desk = Desk()
+    desk.living["n3"] = (LiveGeneration("a", 1, 1),)
+    desk.look()
+    desk.claim("a", 1, submission=2, running=True, keep=("n1",))
+    assert desk.grants()["a"].holding == ("n3",)
+    desk.living["n3"] = (LiveGeneration("a", 2, 1),)
+    assert desk.wait(minutes=1) == []
+    desk.claim("a", 1, seq=2, submission=2, running=True, keep=("n1",))
+    assert desk.wait(minutes=1) == [ReclaimOrder("a", 2, ("n3",), 1)], "it has stopped what it saw"
 
 
 def test_ranks_seen_as_a_job_gives_back_its_node_are_left_alone() -> None:

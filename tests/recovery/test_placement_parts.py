@@ -7,8 +7,9 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
+from relaunch.pool.events import ClaimEvent, ProbeOrder
 from relaunch.pool.messages import Claim
-from relaunch.pool.placement import Placement
+from relaunch.pool.placement import MIN_PROBES, Placement
 from relaunch.repair.escalation import Escalation, cancel
 from tests.recovery.fleet_builders import Desk, nodes
 
@@ -39,10 +40,22 @@ def test_free_nodes_are_counted_beside_those_that_a_claim_avoids() -> None:
     claim = Claim("a", 1, 1, 1, avoid=("n1",), running=True)
 
     def count(claim: Claim) -> int:
-        return Placement(desk.state, desk.now).count_free(claim)
+        return desk.scheduler.count_free(desk.state, desk.now, claim)
 
     assert count(claim) == 3, "n2, n5 and the spare"
     desk.now += timedelta(minutes=2)
     assert count(claim) == 3, "their probes are only old"
     assert count(replace(claim, gpus=16)) == 0
     assert count(replace(claim, running=False)) == 2
+
+
+def test_no_more_stale_nodes_are_probed_than_may_be_needed() -> None:
+    desk = Desk(*nodes(*(f"n{number}" for number in range(1, MIN_PROBES + 6))))
+    desk.now += timedelta(seconds=30)
+    desk.learn(ClaimEvent(Claim("a", 1, 1, 2, since=desk.now)))
+    desk.settle()
+    (probe,) = desk.of(ProbeOrder)
+    assert probe.nodes == tuple(f"n{number}" for number in range(1, MIN_PROBES + 3))
+    desk.look(probe.nodes)
+    desk.settle()
+    assert desk.granted() == {"a": ["n1", "n2"]}

@@ -12,10 +12,12 @@ from syrupy.assertion import SnapshotAssertion
 
 from relaunch.evidence.findings import Verdict
 from relaunch.evidence.observations import RanksVanished
+from relaunch.job.apply import finish
 from relaunch.job.events import (
     CancelRequested,
     Event,
     FaultObserved,
+    IncidentsArchived,
     Launched,
     LaunchRefused,
     NodeRefusal,
@@ -26,6 +28,7 @@ from relaunch.job.events import (
     RanksHung,
     RepairEnded,
     RetryRequested,
+    StepReached,
     Submitted,
 )
 from relaunch.job.replay import (
@@ -35,6 +38,7 @@ from relaunch.job.replay import (
     difference,
     name_decision,
     replay,
+    restore,
     simulate,
 )
 from relaunch.job.state import (
@@ -175,6 +179,37 @@ def test_what_differs_is_said_in_a_clause(
     job = new_job(policy=application(then))
     replayed = replay(application(now), job, record(job, *three_faults(reboot)[:4]))
     assert replayed[-1].differs == snapshot
+
+
+def test_a_job_is_restored_from_its_record_with_all_incidents() -> None:
+    job = began = new_job(policy=application({**RESTART, "tries": 1}, FAIL))
+    passed = (StepReached(2, 0, at(210)), IncidentsArchived(1))
+    events = sorted(
+        (*three_faults()[:-1], (220.0, passed[0]), (230.0, passed[1])), key=lambda each: each[0]
+    )
+    steps = record(job, *events)
+    for one in steps:
+        job, _ = step(job, one.event, one.at)
+    job = finish(job, at(400))
+    again = restore(began, steps, at(400))
+    assert (job.phase, job.incidents_archived, len(job.incidents)) == (Phase.FAILED, 1, 1)
+    assert again.incidents[1:] == job.incidents and len(again.incidents) == 2
+    assert again == replace(job, incidents=again.incidents, incidents_archived=0)
+    assert sum(again.ledger.totals.values(), timedelta(0)) == at(400) - T0
+
+
+def test_a_recorded_decision_counts_where_it_is_known() -> None:
+    job = new_job(policy=application(RESTART))
+    steps = record(job, *three_faults()[:4])
+    assert name_decision(steps[-1].decided or Ignore()) == "Relaunch RESTART_IN_PLACE"
+    stricter = new_job(policy=application(FAIL))
+    followed = restore(stricter, steps, at(400))
+    assert (followed.generation, followed.ending, followed.ended_at) == (2, None, None)
+    unknown = [replace(one, decided=None) for one in steps]
+    runs = restore(stricter, unknown, None)
+    assert runs.ending is not None and runs.ended_at is None
+    ended = restore(stricter, unknown, at(400))
+    assert (ended.generation, ended.phase, ended.ended_at) == (1, Phase.FAILED, at(400))
 
 
 FAULT = suspected()

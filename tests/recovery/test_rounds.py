@@ -69,6 +69,20 @@ def test_a_reading_that_does_not_end_is_news_the_second_time() -> None:
     assert is_news(known, pending, was_pending=True)
 
 
+def test_gpus_are_news_whenever_they_are_not_as_last_read() -> None:
+    desk = make_desk()
+    same = desk.probe_node("n1", True)
+    used = replace(same, inventory=gpus(8, (1, "alice (python, pid 7)")))
+    known = {one.node: one for one in desk.scheduler.list_known(desk.state, desk.now)}
+    assert not is_news(known["n1"], same, was_pending=False)
+    assert is_news(known["n1"], used, was_pending=False)
+    desk.learn(ProbeResults((used,)))
+    later = {one.node: one for one in desk.scheduler.list_known(desk.state, desk.now)}
+    assert is_news(later["n1"], same, was_pending=False)
+    assert not is_news(later["n1"], used, was_pending=False)
+    assert later["n2"] == known["n2"]
+
+
 def test_gpus_in_a_repair_or_in_full_use_are_not_read() -> None:
     desk = make_desk()
     desk.claim("llama", 1)

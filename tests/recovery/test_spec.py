@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import re
 from datetime import timedelta
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
 from syrupy.assertion import SnapshotAssertion
 
 from relaunch.fields import Duration, duration, parse_reason
-from relaunch.spec.fleet import FleetLimits, FleetNode, FleetSpec, parse_jumps
-from relaunch.spec.job import JobSpec
+from relaunch.spec.fleet import (
+    Channel,
+    FleetLimits,
+    FleetNode,
+    FleetSpec,
+    NoticeEvent,
+    name_channels,
+    parse_jumps,
+)
+from relaunch.spec.job import JobSpec, SecretReference
 from relaunch.spec.progress import PRESETS
 from tests.recovery.builders import spec
 
@@ -295,8 +303,12 @@ def test_what_a_job_file_may_leave_out_and_may_say() -> None:
     assert (spec().output, whole.output) == ("merged", "separate")
     limits = {"nofile": 65536, "memlock": "unlimited"}
     assert spec(limits=limits).soft_limits == {"nofile": 65536, "memlock": -1}
-    kept = spec(checkpoint={"directory": "out"}).checkpoint
-    assert kept is not None and kept.directory == "out"
+    for kept in (
+        spec(checkpoint={"directory": "out"}).checkpoint,
+        spec(checkpoint={"directory": "out", "pattern": None}).checkpoint,
+    ):
+        assert kept is not None
+        assert (kept.directory, kept.pattern, kept.expression) == ("out", None, None)
     with pytest.raises(ValidationError):
         spec(umask="28")
 
@@ -433,6 +445,118 @@ def test_what_is_no_limit_is_refused_with_a_sentence(
         FleetLimits.model_validate({"nodes_out": limit})
     where, said = refusal(error)
     assert where == "nodes_out" and said == snapshot
+
+
+# --- channels -------------------------------------------------------------------------------------
+
+HOOK = "https://hooks.example.com/T0/s3cret"
+
+
+def channels(*written: dict[str, Any]) -> tuple[Channel, ...]:
+    return FleetSpec.model_validate({**FLEET, "notify": written}).notify
+
+
+@pytest.mark.parametrize(
+    ("written", "where", "expected"),
+    [
+        ({"webhook": "s3cret"}, "notify.0.webhook", "expected a URL, {file: PATH} or {env: NAME}"),
+        ({"webhook": {"url": "s3cret"}}, "notify.0.webhook", "{file: PATH} or {env: NAME}"),
+        ({"webhook": {"env": ["s3cret"]}}, "notify.0.webhook", "{file: PATH} or {env: NAME}"),
+        ({"webhook": None}, "notify.0.webhook", "expected a URL"),
+        ({"webhook": "ftp://h/s3cret"}, "notify.0.webhook", "expected http:// or https://"),
+        ({"webhook": "https:///s3cret"}, "notify.0.webhook", "and a host"),
+        ({"webhook": "https://h:0/s3cret"}, "notify.0.webhook", "and a host"),
+        ({"webhook": "https://h:port/s3cret"}, "notify.0.webhook", "and a host"),
+        ({"webhook": "https://[s3cret/"}, "notify.0.webhook", "and a host"),
+        ({"apprise": "s3cret"}, "notify.0.apprise", "expected a URL"),
+        ({"apprise": "slack://a b"}, "notify.0.apprise", "expected a URL"),
+        ({"apprise": "slack://s3cret", "webhook": HOOK}, "notify.0", "exactly one address"),
+        ({"events": ["failed"]}, "notify.0", "exactly one address"),
+        ({"apprise": "slack://s3cret", "secret": {"env": "KEY"}}, "notify.0", "webhook"),
+        ({"webhook": HOOK, "events": []}, "notify.0.events", "at least 1 item"),
+    ],
+)
+def test_an_impossible_channel_is_refused_without_its_address(
+    written: dict[str, Any], where: str, expected: str
+) -> None:
+    with pytest.raises(ValidationError) as error:
+        channels(written)
+    at, sentence = refusal(error)
+    assert at == where and expected in sentence and "s3cret" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ({"webhook": HOOK}, "webhook hooks.example.com"),
+        ({"webhook": "http://ops:s3cret@[::1]:8080/hook"}, "webhook ::1"),
+        ({"webhook": {"file": "/etc/hook"}, "secret": {"env": "KEY"}}, "webhook /etc/hook"),
+        ({"webhook": SecretReference(env="HOOK")}, "webhook HOOK"),
+        ({"apprise": "slack://T0/s3cret"}, "apprise slack"),
+        ({"apprise": {"env": "MAIL"}}, "apprise MAIL"),
+    ],
+)
+def test_a_channel_is_named_without_what_may_be_secret(written: dict[str, Any], name: str) -> None:
+    (channel,) = channels(written)
+    assert channel.name == name and "s3cret" not in repr(channel)
+    assert channel.events == get_args(NoticeEvent) and channel.causes == ()
+
+
+def test_channels_of_one_name_are_numbered() -> None:
+    written = channels(
+        {"webhook": f"{HOOK}/1"},
+        {"apprise": "slack://T0"},
+        {"webhook": f"{HOOK}/2", "events": ["failed"]},
+        {"webhook": f"{HOOK}/3", "causes": ["HANG"]},
+    )
+    assert name_channels(written) == {
+        "webhook hooks.example.com": written[0],
+        "apprise slack": written[1],
+        "webhook hooks.example.com 2": written[2],
+        "webhook hooks.example.com 3": written[3],
+    }
+    assert list(name_channels(written).values()) == list(written)
+
+
+# --- a dead man's switch --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("written", "where", "expected"),
+    [
+        (HOOK, "heartbeat", "expected {url: …, every: 5m}"),
+        ({"url": "s3cret"}, "heartbeat.url", "expected a URL, {file: PATH} or {env: NAME}"),
+        ({"url": {"path": "s3cret"}}, "heartbeat.url", "{file: PATH} or {env: NAME}"),
+        ({"url": "ftp://h/s3cret"}, "heartbeat.url", "expected http:// or https://"),
+        ({"url": "https://h:0/s3cret"}, "heartbeat.url", "and a host"),
+        ({"url": HOOK, "every": "9s"}, "heartbeat.every", "9 s is too often: expected 10s or more"),
+    ],
+)
+def test_an_impossible_switch_is_refused_without_its_address(
+    written: Any, where: str, expected: str
+) -> None:
+    with pytest.raises(ValidationError) as error:
+        FleetSpec.model_validate({**FLEET, "heartbeat": written})
+    at, sentence = refusal(error)
+    assert at == where and expected in sentence and "s3cret" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        (HOOK, "hooks.example.com"),
+        ({"file": "/etc/ping"}, "/etc/ping"),
+        ({"env": "PING"}, "PING"),
+    ],
+)
+def test_a_switch_is_named_without_what_may_be_secret(url: Any, name: str) -> None:
+    switch = FleetSpec.model_validate({**FLEET, "heartbeat": {"url": url}}).heartbeat
+    assert switch is not None and switch.every == timedelta(minutes=5)
+    assert switch.name == name and "s3cret" not in repr(switch)
+    often = FleetSpec.model_validate({**FLEET, "heartbeat": {"url": url, "every": "10s"}})
+    assert often.heartbeat is not None and often.heartbeat.every == timedelta(seconds=10)
+    assert FleetSpec.model_validate({**FLEET, "heartbeat": switch}).heartbeat == switch
+    assert FleetSpec.model_validate({**FLEET, "heartbeat": None}).heartbeat is None
 
 
 # --- ssh ------------------------------------------------------------------------------------------

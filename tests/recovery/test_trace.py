@@ -130,6 +130,14 @@ def test_the_root_says_what_and_where() -> None:
     assert root.error == ""
 
 
+def test_what_an_incident_does_not_have_its_root_does_not_say() -> None:
+    known = build_spans(closed(gpus=("n1:3",), code="XID_79", reached=41))[0].attributes
+    unknown = build_spans(closed(reached=None))[0].attributes
+    optional = {"relaunch.gpus": ("n1:3",), "relaunch.code": "XID_79", "relaunch.step": 41}
+    assert known == {**unknown, **optional}
+    assert not unknown.keys() & optional.keys()
+
+
 def test_a_job_that_ended_with_it_is_an_error() -> None:
     made = closed(recovered=None, outcome="the budget is spent")
     assert build_spans(made)[0].error == "the budget is spent"
