@@ -193,7 +193,8 @@ class Explainer:
             0
             if shape.with_spares
             else sum(
-                one.record.spec.gpus >= shape.gpus and not one.holders for one in placement.spares
+                one.record.spec.gpus >= shape.gpus and not one.holders and one.is_usable()
+                for one in placement.spares
             )
         )
         return Survey(

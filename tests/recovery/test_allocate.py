@@ -367,6 +367,14 @@ def test_spares_are_for_jobs_that_have_run(snapshot: SnapshotAssertion) -> None:
     assert desk.grants("waiting")["c"].reason == snapshot(name="one-spare")
 
 
+def test_a_quarantined_spare_is_for_no_job() -> None:
+    desk = Desk(*SPARE)
+    desk.go(QuarantineCommand("n8", "dust", "grace"))
+    desk.claim("a", 2)
+    desk.claim("b", 1)
+    assert "1 spare is for jobs that have run" in desk.grants("waiting")["b"].reason
+
+
 def test_a_job_too_large_for_the_fleet_without_spares_gets_them() -> None:
     desk = Desk(*SPARE)
     desk.claim("a", 3)
