@@ -22,6 +22,7 @@ from relaunch.messages.logs import (
     ReadStacksInput,
 )
 from relaunch.messages.nodes import ExamineNodesInput
+from relaunch.messages.notices import SendTestInput
 from relaunch.temporal import data_converter, write_up
 from tests.chaos.world import FLEET, QUEUE, World
 from tests.e2e.test_launchers import submitted
@@ -50,6 +51,8 @@ async def record_service(
     answers: list[Answer] = []
     async with World(folder / "world", WORLD_NUMBER, nodes=2, spares=0, answer_within=5.0) as world:
         (folder / "checkpoints").mkdir()
+        world.write_fleet(heartbeat={"url": "http://127.0.0.1:9/alive"})
+        await world.run_starter("nodes", "apply", "--fleet", FLEET)
         job = await world.submit(
             nodes=2,
             nproc=2,
@@ -84,6 +87,8 @@ async def record_service(
                 "check_nodes",
                 ExamineNodesInput(FLEET, ("n1",), "release", 0, timedelta(minutes=1)),
             ),
+            ("send_test", SendTestInput(FLEET, "grace")),
+            ("read_worker_status", None),
         ):
             answers += await _call(world, activity, asked)
         node = world.node("n1")
@@ -111,17 +116,20 @@ async def record_service(
 async def _call(world: World, activity: str, asked: Any) -> list[Answer]:
     """Run an activity as the command line does, and keep what went both ways."""
     converter = data_converter().payload_converter
-    (payload,) = converter.to_payloads([asked])
+    args = [] if asked is None else [asked]
     answer = await world.client.execute_activity(
         activity,
-        asked,
+        args=args,
         id=f"release-{uuid.uuid4().hex[:8]}",
         task_queue=QUEUE,
         schedule_to_close_timeout=CALL_TIMEOUT,
         result_type=Any,
     )
     return [
-        Answer(f"input of activity {activity}", SCENARIO, converter.from_payload(payload, Any)),
+        *(
+            Answer(f"input of activity {activity}", SCENARIO, converter.from_payload(payload, Any))
+            for payload in converter.to_payloads(args)
+        ),
         Answer(f"result of activity {activity}", SCENARIO, answer),
     ]
 
