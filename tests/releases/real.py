@@ -35,6 +35,11 @@ SCENARIO = "real"
 WORLD_NUMBER = 97
 """Its addresses: no test has them."""
 CALL_TIMEOUT = timedelta(minutes=2)
+NOTIFIES = """\
+heartbeat: {url: http://127.0.0.1:9/alive}
+notify: [{webhook: http://127.0.0.1:9/hook}]
+"""
+"""Nothing listens there."""
 
 
 async def record_service(
@@ -51,8 +56,10 @@ async def record_service(
     answers: list[Answer] = []
     async with World(folder / "world", WORLD_NUMBER, nodes=2, spares=0, answer_within=5.0) as world:
         (folder / "checkpoints").mkdir()
-        world.write_fleet(heartbeat={"url": "http://127.0.0.1:9/alive"})
-        await world.run_starter("nodes", "apply", "--fleet", FLEET)
+        with world.fleet_file.open("a") as file:
+            file.write(NOTIFIES)
+        await world.worker.end()
+        await world.worker.start()
         job = await world.submit(
             nodes=2,
             nproc=2,
