@@ -74,6 +74,7 @@ async def test_a_node_that_its_peers_cannot_reach_is_replaced(number: int, tmp_p
             ("NETWORK", NODE_LINK),
         ]
         state = await job.state()
-        assert incident.faults[0].nodes == ((node,) if number == 1 else ())
+        # Of the others' loss the hang may name the node, or none; never a healthy one.
+        assert incident.faults[0].nodes in (((node,),) if number == 1 else ((), (node,)))
         assert [one.node for one in state.avoided if one.isolated] == [node]
         print(incident.faults[-1].reason)

@@ -172,7 +172,7 @@ async def test_jobs_return_from_a_build_with_a_bug(own_world: World) -> None:
     assert "`relaunch doctor` says why" in said
     assert (await read_failed_tasks(metrics))["TrainingJob"] > 0
     assert f"{METRIC}[30m]" in (ROOT / "deploy" / "prometheus" / "rules.yml").read_text()
-    code, said = await world.run_starter("rollback")
+    code, said = await world.run_starter("rollback", "--within", "5m")
     assert (code, "nothing is left" in said) == (0, True), said
     assert await all_are_on(world, first.id, job)
     await worker.end()

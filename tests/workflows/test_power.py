@@ -271,10 +271,12 @@ async def test_a_silent_node_is_power_cycled_only_if_its_fleet_agrees(
 async def test_a_reboot_that_fails_is_followed_by_a_power_cycle(
     server: Client, tmp_path: Path, agent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relaunch.repair.conditions, "FINAL_PROBE_MARGIN", timedelta(seconds=60))
+    margin = timedelta(seconds=40)
+    monkeypatch.setattr(relaunch.repair.conditions, "FINAL_PROBE_MARGIN", margin)
     async with made(server, tmp_path, agent, reboots=["true"]) as world:
-        # It probes last after five seconds; a busy machine has the rest for the power cycle.
-        ended = await world.ended(deadline=datetime.now(UTC) + timedelta(seconds=65))
+        # It probes last one margin after the reboot was ordered, which takes seconds, and one
+        # before its deadline: that is what a busy machine has for the power cycle.
+        ended = await world.ended(deadline=datetime.now(UTC) + 2 * margin + timedelta(seconds=5))
         assert (ended.outcome, ended.verdict, world.cycles) == ("done", Verdict.HEALTHY, 1), ended
         assert world.permit_requests == [("reboot", False), ("reboot", True)]
         assert [
