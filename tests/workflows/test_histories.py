@@ -1,8 +1,8 @@
 """Histories of jobs as they once went, replayed by the workflow as it is now.
 
 A changed order of commands breaks jobs that run: when one of these fails, guard the change by
-`workflow.patched`. After a change that is meant, before a release with it runs, capture them
-again: `python -m tests.workflows.test_histories [NAME…]`.
+`workflow.patched`. They are never captured again. A new scenario is added by
+`python -m tests.workflows.test_histories NAME`.
 """
 
 from __future__ import annotations
@@ -127,17 +127,22 @@ def _write(name: str, history: WorkflowHistory) -> None:
     text = json.dumps(json.loads(history.to_json()), indent=1).replace(
         f"{HISTORIES.parent.parent}/", ""
     )
-    (HISTORIES / f"{name}.json").write_text(text + "\n")
+    with (HISTORIES / f"{name}.json").open("x") as file:  # what is recorded stays
+        file.write(text + "\n")
 
 
 async def _capture(names: list[str]) -> None:
-    """Those scenarios; none named: all."""
+    """Record those scenarios.
+
+    Raises:
+        FileExistsError: one is recorded.
+    """
     from tests.workflows.conftest import FAST, _dev
 
     async with _dev(
         [word for value in FAST for word in ("--dynamic-config-value", value)]
     ) as client:
-        for name in names or SCENARIOS:
+        for name in names:
             script, rules = SCENARIOS[name]
             async with rig(client, Path(tempfile.mkdtemp()), script, spares=1, gpus=1) as one:
                 job = await one.submit(rules, name=name)
