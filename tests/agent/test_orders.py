@@ -382,13 +382,15 @@ def test_a_rank_starts_with_default_signals_and_descriptors(node: Node) -> None:
     assert node.log().count("->") == 4  # three, and the listing's own
 
 
+# A rank is unbuffered, and its `print` writes a line and its end one after the other: two answers, now and then.
 PRINTS_ON_SIGNAL = """
+import os
 import signal
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-print("ready", flush=True)
+os.write(1, b"ready\\n")
 while True:
     signal.sigwait({signal.SIGUSR1})
-    print("more", flush=True)
+    os.write(1, b"more\\n")
 """
 
 
