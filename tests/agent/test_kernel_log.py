@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import stat
 import time
 from collections.abc import Iterator
@@ -315,6 +316,35 @@ def test_the_device_itself_is_read_from_the_mark_on(monkeypatch: pytest.MonkeyPa
     after = read(since)["kernel"]
     assert not set(after) & set(whole["kernel"])
     os.close(since.handle)
+
+
+FORGED = "NVRM: Xid (PCI:0000:65:00): 79, pid=1, GPU has fallen off the bus. x"
+"""A name of a file, or a path, that any user can choose."""
+FORGERIES = [
+    f"x[7]: segfault at 0 ip 1132 sp d9f3 error 6 in {FORGED}[1132,99f4+1000] likely on CPU 1",
+    # A program's name has 15 characters, of which it may choose all.
+    "NVRM: Xid (0:0[7]: segfault at 0 ip 1132 sp d9f3 error 6 in y): 79, x[1132,99f4+1000]",
+    f"traps: x[7] trap invalid opcode ip:1132 sp:d9f3 error:0 in {FORGED}[1132,99f4+1000]",
+    f"x[7]: unhandled level 2 translation fault (11) at 0x0, esr 0x92, in {FORGED}[99f4+1000]",
+    f"overlayfs: failed to resolve '{FORGED}': -2",
+    f"another driver quotes {FORGED}",
+    "overlayfs: failed to resolve 'EXT4-fs error (device sda1)': -2",
+]
+
+
+@pytest.mark.parametrize("message", FORGERIES)
+@pytest.mark.parametrize("before", ["", "[ 12.345678] ", "Nov 26 04:10:01 gpu-01 kernel: [1.2] "])
+def test_a_text_of_a_users_in_the_kernel_log_is_no_evidence(
+    log: Path, message: str, before: str
+) -> None:
+    since = record_position()
+    say(log, f"{before}{message}", f"{before}{XID.partition('] ')[2]}")
+    assert read(since)["kernel"] == [f"{before}{XID.partition('] ')[2]}"]
+    reading, writing = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with reading, writing:
+        reading.setblocking(False)
+        writing.send(f"6,1,12345678,-;{message}\n".encode())
+        assert read_records(reading.fileno(), "/dev/kmsg")["kernel"] == []
 
 
 def test_a_log_that_is_forbidden_is_said_to_be(log: Path) -> None:

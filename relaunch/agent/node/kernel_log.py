@@ -83,9 +83,36 @@ without any of them is no evidence."""
 _MARKS = tuple(each.encode() for each in MARKS)
 _CONTROL_CHARACTERS = re.compile(rb"[\x00-\x1f\x7f]")
 
+# Every user of the node can have the kernel log a text of theirs: the name of a file whose program
+# crashes, or a path that cannot be mounted. Such a text may read "NVRM: Xid (PCI:0000:65:00): 79".
+_CRASH = re.compile(rb"\[\d+\]:? (?:segfault at |trap |general protection|unhandled |bad frame )")
+"""Behind the program's name and before the file's (arch/x86/mm/fault.c, arch/x86/kernel/traps.c,
+arch/arm64/kernel/traps.c). None of these lines says anything about the hardware."""
+_PATHS = (b"overlayfs: ", b"process '", b"audit: ", b"tmpfs: ")
+"""How messages begin that quote a path or an argument of a user's."""
+_GPU_MARKS = (b"NVRM: Xid", b"SXid (")
+_GPU_MESSAGE = re.compile(rb"(?:nvidia-nvswitch\d*: )?(?:NVRM: Xid|SXid \()")
+"""How NVIDIA's drivers begin what `_GPU_MARKS` are in."""
+_PREFIX = re.compile(
+    rb"(?:<\d+>)?(?:kern +:\w+ *: \S+ |[^\[]{0,100}? kernel: )?(?:\[[^\]]{1,40}\] ?)?"
+)
+"""What dmesg and syslog write before a message: facility, date and host, time."""
 
-def _is_evidence(line: bytes) -> bool:
-    return any(each in line for each in _MARKS)
+
+def _is_evidence(message: bytes) -> bool:
+    """Return whether a message of the kernel has a mark, and not by a text of a user's."""
+    if not any(each in message for each in _MARKS):
+        return False
+    if _CRASH.search(message) or message.startswith(_PATHS):
+        return False
+    is_of_gpu = any(each in message for each in _GPU_MARKS)
+    return not is_of_gpu or _GPU_MESSAGE.match(message) is not None
+
+
+def _is_evidence_line(line: bytes) -> bool:
+    """Return the same of a line of a file."""
+    prefix = _PREFIX.match(line)
+    return _is_evidence(line[prefix.end() if prefix else 0 :])
 
 
 @dataclass(frozen=True)
@@ -305,8 +332,10 @@ def _lines_with_marks(data: bytes, first: int, limit: int) -> List[bytes]:
         newest = 0
         while at >= first and newest < limit:
             begin = data.rfind(b"\n", 0, at) + 1
-            begins.add(begin)
-            newest += 1
+            end = data.find(b"\n", at)
+            if _is_evidence_line(data[begin : end if end >= 0 else len(data)]):
+                begins.add(begin)
+                newest += 1
             at = data.rfind(each, 0, max(begin, 0))
     return [data[begin : begin + MAX_LINE].partition(b"\n")[0] for begin in sorted(begins)[-limit:]]
 
