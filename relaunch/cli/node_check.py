@@ -389,6 +389,14 @@ def _check_powers(spec: FleetSpec, seen: NodePreflight) -> Iterator[CheckRow]:
                 else f"install {missing.rpartition('/')[2]} there"
             )
             yield CheckRow(check, CheckResult.WARN, f"{missing} is not on this node's PATH", fix)
+        elif "allows" in answer:
+            yield CheckRow(
+                check,
+                CheckResult.WARN,
+                f"{user} can write any file as root: sudo would also run `{answer['allows']}`",
+                f"`visudo -f /etc/sudoers.d/relaunch` there, and in place of that line write "
+                f"`{_write_sudoers_rule(user, key, typed)}`",
+            )
         elif "cannot" not in answer:
             yield CheckRow(
                 check,
@@ -424,11 +432,15 @@ def _check_powers(spec: FleetSpec, seen: NodePreflight) -> Iterator[CheckRow]:
 
 
 def _write_sudoers_rule(user: str, key: str, typed: str) -> str:
-    """Return a line for sudoers, which requires absolute paths."""
+    """Return a line for sudoers, which requires absolute paths.
+
+    The arguments are a regular expression, for sudo 1.9.10 and newer: a `*` would also match other
+    options, and some options of nvidia-smi write files as root.
+    """
     words = typed if typed.startswith("/") else f"/usr/bin/{typed}"
     program = words.split(" ", maxsplit=1)[0]
     return f"{user} ALL=(root) NOPASSWD: " + (
-        words if key == "reboot" else f"{program} --gpu-reset, {program} --gpu-reset -i *"
+        words if key == "reboot" else f"{program} ^--gpu-reset( -i [0-9A-Fa-f:.,]+)?$"
     )
 
 

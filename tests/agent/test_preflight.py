@@ -161,6 +161,28 @@ def test_sudo_is_asked_what_it_would_run_and_runs_nothing(
     assert denied["cannot"].endswith("sudo: a password is required")
 
 
+@pytest.mark.parametrize(
+    ("allowed", "is_wide"),
+    [("*--gpu-reset -i 0000:3B:00.0", False), ("*--gpu-reset*", True), ("*", False)],
+)
+def test_a_rule_that_also_lets_files_be_written_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: str, is_wide: bool
+) -> None:
+    """`*`: a user who may run everything has been given that on purpose."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 0000:3B:00.0\n")
+    (tmp_path / "sudo").write_text(SUDO.replace('"systemctl reboot"', allowed.replace(" ", "\\ ")))
+    for path in (program, tmp_path / "sudo"):
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("RELAUNCH_SUDO", "1")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    answer = preflight._check_gpu_reset(time.monotonic() + 60)
+    assert answer["command"] == f"{program} --gpu-reset -i 0000:3B:00.0", "the node's own GPU"
+    assert "cannot" not in answer
+    assert ("allows" in answer) is is_wide
+
+
 def test_a_missing_sudo_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert (

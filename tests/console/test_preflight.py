@@ -241,6 +241,19 @@ NOT_FINE: list[tuple[str, CheckResult, dict[str, Any]]] = [
         },
     ),
     (
+        "GPU reset",
+        CheckResult.WARN,
+        {
+            "facts": {
+                "gpu_reset": {
+                    "command": "/opt/nvidia-smi --gpu-reset -i 0",
+                    "sudo": True,
+                    "allows": "/opt/nvidia-smi --gpu-reset -i 0 -f /dev/null",
+                }
+            }
+        },
+    ),
+    (
         "reboot",
         CheckResult.WARN,
         {"facts": {"reboot": {"command": "systemctl reboot", "sudo": True, "missing": "sudo"}}},

@@ -36,7 +36,7 @@ PEER_TIMEOUT = 2.0
 """Seconds for one line over the network that ranks will train over."""
 POLL_INTERVAL = 0.02
 SAMPLE_BUS_ID = "00000000:00:00.0"
-"""A bus id for asking sudo for permission: nothing is reset."""
+"""A bus id for asking sudo for permission, where the node's own cannot be read."""
 MAX_OUTPUT = 200
 CGROUP = "/proc/self/cgroup"
 
@@ -114,10 +114,38 @@ def _check_gpu_reset(until: float) -> Json:
     path = shutil.which("nvidia-smi")
     if path is None:
         return {"command": "nvidia-smi --gpu-reset", "missing": "nvidia-smi"}
-    command = [*repairs.choose_root_prefix(), path, "--gpu-reset", "-i", SAMPLE_BUS_ID]
-    if os.geteuid() != 0 and command[0] != "sudo":
+    prefix = repairs.choose_root_prefix()
+    if os.geteuid() != 0 and not prefix:
         return {"command": f"{path} --gpu-reset", "cannot": f"uid {os.geteuid()} may reset no GPU"}
-    return _check_permission(command, until)
+    bus_id = _read_bus_id(path, until) if prefix else SAMPLE_BUS_ID
+    command = [*prefix, path, "--gpu-reset", "-i", bus_id]
+    answer = _check_permission(command, until)
+    if prefix and "cannot" not in answer and "missing" not in answer:
+        answer.update(_find_excess([*command, "-f", os.devnull], until))
+    return answer
+
+
+def _find_excess(command: List[str], until: float) -> Json:
+    """Return `allows` if sudo would run a command that writes a file, but not every program.
+
+    A rule for all programs is meant so. A rule with `-i *` is not.
+    """
+    is_wide = "cannot" not in _check_permission(command, until)
+    if is_wide and "cannot" in _check_permission(["sudo", "-n", "/bin/sh"], until):
+        return {"allows": " ".join(command[2:])}
+    return {}
+
+
+def _read_bus_id(path: str, until: float) -> str:
+    """Return the bus id of a GPU of this node: the rules of sudo may name each."""
+    command = [path, "--query-gpu=pci.bus_id", "--format=csv,noheader"]
+    try:
+        result = tools.run(command, max(0.1, min(TOOL_TIMEOUT, until - time.monotonic())))
+    except OSError:
+        return SAMPLE_BUS_ID
+    first = result.stdout.strip().partition("\n")[0].strip()
+    is_read = result.exit_code == 0 and repairs.BUS_ID.fullmatch(first) is not None
+    return first if is_read else SAMPLE_BUS_ID
 
 
 def _check_permission(command: List[str], until: float) -> Json:
