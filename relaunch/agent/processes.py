@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 import traceback
 from typing import Callable, Iterable, NamedTuple
 
@@ -125,6 +126,20 @@ def identify_self() -> Process:
     return process
 
 
+def read_owner(pid: int) -> int | None:
+    """Return the real uid of a process; None if it has ended.
+
+    Not the effective one, which is root's for a set-uid program that another user has called with
+    an environment of theirs; nor the owner of /proc/<pid>, which is root for each process that has
+    made itself undumpable, as every user can (proc(5)).
+    """
+    try:
+        with open(f"/proc/{pid}/status", "rb") as file:
+            return int(file.read().partition(b"\nUid:")[2].split()[0])
+    except (OSError, IndexError):
+        return None
+
+
 def is_alive(pid: int, started: int) -> bool:
     """Return whether the process with this pid and start time is alive."""
     process = read_process(pid)
@@ -227,7 +242,10 @@ def find_by_token(
         state: the state folder that the environment must name as well, or another one of the same
             node: nodes may share a machine.
         groups: pid and start time of known ranks; the members of their groups and sessions match
-            too, because a process may have overwritten its environment.
+            too, because a process may have overwritten its environment. To a root agent only root's
+            do: where the pid of a dead rank was given to another user's process, so was the group,
+            and root may kill it. What a rank of root's starts as another user has its token or is
+            in its control group.
         without: pids to leave out.
     """
     token = f"RELAUNCH_TOKEN={prefix}".encode()
@@ -260,9 +278,12 @@ def find_by_token(
         process = read_process(pid)
         if process is None or not process.is_alive:
             continue
-        if is_match or any(
-            leader in groups and leader not in reused and process.started >= groups[leader]
-            for leader in (process.group, process.session)
+        if is_match or (
+            any(
+                leader in groups and leader not in reused and process.started >= groups[leader]
+                for leader in (process.group, process.session)
+            )
+            and (os.geteuid() != 0 or read_owner(pid) == 0)
         ):
             matching.append(process)
     return matching
@@ -288,16 +309,34 @@ def kill(process: Process, number: int) -> bool:
     A process that is gone, or whose pid has been reused, is left alone. It is not permitted for a
     process that a rank has started with sudo, which belongs to root.
     """
-    now = read_process(process.pid)
-    if now is None or now.started != process.started:
-        return True
+    handle = _open(process.pid)
     try:
-        os.kill(process.pid, number)
+        now = read_process(process.pid)
+        if now is None or now.started != process.started:
+            return True
+        if sys.version_info >= (3, 9) and handle is not None:
+            signal.pidfd_send_signal(handle, number)
+        else:
+            os.kill(process.pid, number)
     except ProcessLookupError:
         pass
     except PermissionError:
         return False
+    finally:
+        if handle is not None:
+            os.close(handle)
     return True
+
+
+def _open(pid: int) -> int | None:
+    """Return a descriptor of the process that has this pid now, whatever gets the pid later.
+
+    None before Python 3.9 and Linux 5.3, or where the process is gone.
+    """
+    try:
+        return os.pidfd_open(pid) if sys.version_info >= (3, 9) else None
+    except OSError:
+        return None
 
 
 def can_signal(pid: int) -> bool:

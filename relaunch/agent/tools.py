@@ -185,7 +185,10 @@ def _follow(pid: int, streams: List[_Stream], until: float, caller: Optional[int
 
 
 def find_leftovers(state: Path) -> List[int]:
-    """Return the pids of living processes that were started under a hold of this node."""
+    """Return the pids of living processes that were started under a hold of this node.
+
+    Only those of this user: another one can set the same variables, and root would read them.
+    """
     place, mark = os.fsencode(f"RELAUNCH_NODE_STATE={state}"), os.fsencode(f"{HOLD_VARIABLE}=")
     pids = []
     for name in os.listdir("/proc"):
@@ -201,8 +204,9 @@ def find_leftovers(state: Path) -> List[int]:
             process is not None
             and process.is_alive
             and any(variable.startswith(mark) for variable in variables)
+            and processes.read_owner(process.pid) == os.geteuid()
         ):
-            pids.append(int(name))
+            pids.append(process.pid)
     return pids
 
 
@@ -214,10 +218,9 @@ def kill_leftovers(state: Path) -> List[int]:
         if not left or time.monotonic() > deadline:
             return left
         for pid in left:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+            process = processes.read_process(pid)
+            if process is not None:
+                processes.kill(process, signal.SIGKILL)
         time.sleep(0.005)
 
 

@@ -150,7 +150,8 @@ def _is_ours(state: Path, pid: int, ranks: Dict[int, int]) -> bool:
     if not place:
         return False
     if variables.get(tools.HOLD_VARIABLE) and place == str(state):
-        return True
+        # Every user can set these variables, and root reads those of all users.
+        return processes.read_owner(pid) == os.geteuid()
     token = parse_token(variables.get("RELAUNCH_TOKEN", ""))
     if token is None or not (place == str(state) or _is_own(place)):
         return False
@@ -179,9 +180,8 @@ def _identify(pid: int) -> Json:
 
 
 def _read_user(pid: int) -> Any:
-    try:
-        uid = os.stat(f"/proc/{pid}").st_uid
-    except OSError:
+    uid = processes.read_owner(pid)
+    if uid is None:
         return None
     try:
         return pwd.getpwuid(uid).pw_name[:MAX_NAME]

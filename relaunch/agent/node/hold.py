@@ -216,11 +216,30 @@ def list_living(state: Path, include_doomed: bool = True) -> Tuple[List[Json], L
     pids = []
     for process in processes.find_by_token("", lambda rest: True, str(state), groups):
         if include_doomed or not is_kill_pending(process.pid):
-            pids.append(process.pid)
             token = _read_token(process.pid)
+            if _is_only_claimed(state, process, token, groups):
+                continue
+            pids.append(process.pid)
             if token is not None:
                 tokens[token] = None
     return [_add_fleet(state, token) for token in tokens], sorted(pids)
+
+
+def _is_only_claimed(
+    state: Path, process: processes.Process, token: Optional[Token], groups: Dict[int, int]
+) -> bool:
+    """Return whether nothing but its environment says that a process belongs to a rank.
+
+    Every user can give a process any environment, and root reads it: without this, a plain user
+    could have a node that runs nothing count as busy. It has to name a generation of this node.
+    """
+    if process.group in groups or process.session in groups:
+        return False
+    if processes.read_owner(process.pid) == os.geteuid():
+        return False
+    return token is None or not (
+        JobState.from_token(state, token).generation(token.order).path.is_dir()
+    )
 
 
 def _add_fleet(state: Path, token: Token) -> Json:

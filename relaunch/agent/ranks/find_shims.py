@@ -59,11 +59,17 @@ def find_used_place(places: List[str]) -> Optional[str]:
 
 
 def _is_agent(pid: int) -> bool:
+    """Return whether a process is one of the agent's: of this user, and named so.
+
+    Another user can give a process this name, and have a file of any path open in a mount namespace
+    of theirs: root would read that of it.
+    """
     try:
         with open(f"/proc/{pid}/comm", "rb") as file:
-            return file.read().startswith(NAME_PREFIX)
+            is_named = file.read().startswith(NAME_PREFIX)
     except OSError:
         return False
+    return is_named and processes.read_owner(pid) == os.geteuid()
 
 
 def _is_on_this_node(pid: int, places: List[str]) -> bool:
