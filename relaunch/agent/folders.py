@@ -1,6 +1,7 @@
 """Where the state of this node lies: which candidate folder is used, and who may own it.
 
-Uses only the standard library and no module of the agent; knows nothing about jobs.
+Uses only the standard library and no module of the agent; knows nothing about jobs. Over SSH it is
+also sent as source, ahead of the agent, which lies in such a folder.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ SHARED_FILE_SYSTEMS = (
 )  # fmt: skip
 """Prefixes of their names. A test holds them equal to those of `nodes check`."""
 FORGETFUL_FILE_SYSTEMS = ("tmpfs", "ramfs")
+TRUSTED_VARIABLE = "RELAUNCH_AGENT_TRUSTED_FOLDER"
+"""Names a folder whose own place is not checked: on one machine with the controller, the folder of
+that, from which the agent itself was started."""
+MAX_LINKS = 40
+"""Links that are followed in one path, as the kernel does (path_resolution(7))."""
 
 
 class FolderError(Exception):
@@ -95,28 +101,33 @@ def choose_folder(
 
 
 def open_configured_folder(configured: str) -> Path:
-    """Return the state folder that the environment names; create it if necessary."""
+    """Return the state folder that the environment names; create it if necessary.
+
+    Raises:
+        FolderError: It cannot be used.
+    """
     path = Path(os.path.abspath(configured))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         link = os.lstat(path)
     except FileNotFoundError:
         return secure_folder(path)
     except OSError as error:
         raise FolderError(f"the state folder {path} cannot be made: {error.strerror}") from error
     if stat.S_ISLNK(link.st_mode):
-        if link.st_uid not in (0, os.geteuid()):
-            raise FolderError(
-                f"the state folder {path} is a link that uid {link.st_uid} made; "
-                f"expected uid {os.geteuid()} or root"
-            )
+        _refuse_foreign_link(path, link, path)
+        _refuse_open_way(path)
         return secure_folder(path.resolve())
     return secure_folder(path)
 
 
 def secure_folder(path: Path) -> Path:
-    """Create a folder that only this user can enter; raise FolderError if another user owns it."""
-    _refuse_open_parent(path.parent)
+    """Create a folder that only this user can enter, at a path that only this user can change.
+
+    Raises:
+        FolderError: It belongs to another user, or another user could put a folder in its place.
+    """
+    _refuse_open_way(path)
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
@@ -162,17 +173,79 @@ def _explain(path: Path, error: OSError) -> str:
     return f"the state folder {path} cannot be opened: {error.strerror}"
 
 
-def _refuse_open_parent(parent: Path) -> None:
+def _refuse_open_way(path: Path) -> None:
+    """Refuse a path of which another user can replace a part: any folder or link above its end."""
+    trusted, root = Path(os.environ.get(TRUSTED_VARIABLE) or os.sep), Path(os.sep)
+    base = trusted if trusted in path.parents else root
+    if base == root:
+        _refuse_open_folder(os.sep, path)
+    at, links = str(base), 0
+    parts = list(reversed(path.parts[len(base.parts) : -1]))
+    while parts:
+        name = parts.pop()
+        if name == os.pardir:
+            at = os.path.dirname(at)
+            continue
+        step = os.path.join(at, name)
+        status = _read_status(step)
+        if stat.S_ISLNK(status.st_mode):
+            _refuse_foreign_link(Path(step), status, path)
+            links += 1
+            if links > MAX_LINKS:
+                raise FolderError(f"the path of the state folder {path} has over {MAX_LINKS} links")
+            target = Path(os.readlink(step))
+            at = os.sep if target.is_absolute() else at
+            parts.extend(reversed([part for part in target.parts if part != os.sep]))
+        else:
+            _refuse_open_folder(step, path)
+            at = step
+
+
+def _read_status(path: str) -> os.stat_result:
     try:
-        status = os.stat(parent)
+        return os.lstat(path)
     except OSError as error:
-        raise FolderError(f"the folder {parent} cannot be read: {error.strerror}") from error
+        raise FolderError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _refuse_foreign_link(link: Path, status: os.stat_result, path: Path) -> None:
+    if not _is_trusted(status.st_uid):
+        what = f"the state folder {path}" if link == path else f"{link}, above the state folder,"
+        raise FolderError(
+            f"{what} is a link that uid {status.st_uid} made; "
+            f"expected uid {os.geteuid()} or root. "
+            "Remove it, or set RELAUNCH_AGENT_STATE to a folder elsewhere"
+        )
+
+
+def _refuse_open_folder(folder: str, path: Path) -> None:
+    status = _read_status(folder)
+    if not _is_trusted(status.st_uid):
+        raise FolderError(
+            f"uid {status.st_uid}, who owns {folder}, can replace the state folder {path}. "
+            f"`chown root {folder}`, or set RELAUNCH_AGENT_STATE to a folder elsewhere"
+        )
     if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
         raise FolderError(
-            f"every user can rename what is in {parent}: "
+            f"every user can rename what is in {folder}: "
             "it is world-writable and has no sticky bit. "
-            f"`chmod +t {parent}`, or set RELAUNCH_AGENT_STATE to a folder elsewhere"
+            f"`chmod +t {folder}`, or set RELAUNCH_AGENT_STATE to a folder elsewhere"
         )
+
+
+def _is_trusted(uid: int) -> bool:
+    """Return whether a folder of this user may lie above the state: root's, ours, the host's.
+
+    In a container with a user namespace the host's users have no number, and all look like one.
+    """
+    if uid in (0, os.geteuid()):
+        return True
+    try:
+        unmapped = int(Path("/proc/sys/kernel/overflowuid").read_text())
+        is_whole = Path("/proc/self/uid_map").read_text().split() == ["0", "0", str(2**32 - 1)]
+    except (OSError, ValueError):
+        return False
+    return uid == unmapped and not is_whole
 
 
 def _is_own(path: Path) -> bool:

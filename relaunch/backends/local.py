@@ -121,6 +121,8 @@ class LocalBackend(SessionBackend):
         if program is not None:  # on this machine, so that it need not be sent to each node
             environment["RELAUNCH_PY_SPY"] = str(program)
         environment["RELAUNCH_AGENT_STATE"] = str(folder)
+        # The worker's own folder, where people want it: it is as safe as the worker itself.
+        environment["RELAUNCH_AGENT_TRUSTED_FOLDER"] = str(self._state)
         return await ProcessPipe.start(sys.executable, str(self._agent), "session", env=environment)
 
 

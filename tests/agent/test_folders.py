@@ -16,7 +16,6 @@ from relaunch.agent import folders
 from relaunch.agent.protocol import Refusal
 from relaunch.agent.ranks import find_shims
 from relaunch.agent.state import open_state
-from relaunch.backends.ssh import bootstrap
 from relaunch.cli import node_check
 
 OTHER_UID = 4242
@@ -118,6 +117,66 @@ def test_a_parent_in_which_every_user_can_rename_is_refused(
     assert open_state() == open_to_all / "state"
 
 
+def configure(monkeypatch: pytest.MonkeyPatch, state: Path) -> str:
+    """Open a configured state folder; return why it is refused, or ""."""
+    monkeypatch.setenv("RELAUNCH_AGENT_STATE", str(state))
+    try:
+        assert open_state() == state.resolve()
+    except Refusal as refused:
+        return str(refused.answer["reason"])
+    return ""
+
+
+def test_a_folder_far_above_in_which_every_user_can_rename_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = tmp_path / "open" / "a" / "b" / "state"
+    state.parent.mkdir(parents=True)
+    (tmp_path / "open").chmod(0o777)
+    reason = configure(monkeypatch, state)
+    assert f"chmod +t {tmp_path / 'open'}`" in reason and "RELAUNCH_AGENT_STATE" in reason
+    assert not state.exists()
+    monkeypatch.setenv("RELAUNCH_AGENT_TRUSTED_FOLDER", str(tmp_path / "open" / "a"))
+    assert configure(monkeypatch, state) == "", "the worker's own folder is where people want it"
+    (tmp_path / "open" / "a" / "b").chmod(0o777)
+    assert "world-writable" in configure(monkeypatch, state)
+    monkeypatch.setenv("RELAUNCH_AGENT_TRUSTED_FOLDER", str(state))
+    assert "world-writable" in configure(monkeypatch, state), "only what lies below it"
+    monkeypatch.delenv("RELAUNCH_AGENT_TRUSTED_FOLDER")
+    for folder in (tmp_path / "open", tmp_path / "open" / "a" / "b"):
+        folder.chmod(0o1777)
+    assert configure(monkeypatch, state) == ""
+
+
+@needs_root
+def test_a_folder_above_that_belongs_to_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = tmp_path / "theirs" / "a" / "state"
+    state.parent.mkdir(parents=True)
+    os.chown(tmp_path / "theirs", OTHER_UID, OTHER_UID)
+    reason = configure(monkeypatch, state)
+    assert f"uid {OTHER_UID}, who owns {tmp_path / 'theirs'}" in reason and "`chown root" in reason
+    assert not state.exists()
+
+
+@needs_root
+def test_a_link_above_that_another_user_made_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "real" / "a").mkdir(parents=True)
+    link = tmp_path / "link"
+    link.symlink_to("real/../real")
+    assert configure(monkeypatch, link / "a" / "state") == ""
+    os.chown(link, OTHER_UID, OTHER_UID, follow_symlinks=False)
+    assert f"{link}, above the state folder, is a link that uid {OTHER_UID} made" in configure(
+        monkeypatch, link / "a" / "state"
+    )
+    os.unlink(link)
+    link.symlink_to(link)
+    assert configure(monkeypatch, link / "a" / "state")
+
+
 @needs_root
 def test_only_a_link_of_the_same_owner_to_a_folder_is_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -164,8 +223,7 @@ def test_state_that_was_removed_whole_is_restored_by_its_shim(
             shim.kill()
 
 
-def test_the_bootstrap_and_the_checks_know_the_same_places() -> None:
-    assert bootstrap.candidates() == [str(path) for path in folders.list_candidates(os.geteuid())]
+def test_the_agent_and_the_checks_know_the_same_file_systems() -> None:
     assert folders.SHARED_FILE_SYSTEMS == node_check.SHARED_FILE_SYSTEMS
     assert folders.FORGETFUL_FILE_SYSTEMS == node_check.VOLATILE_FILE_SYSTEMS
 

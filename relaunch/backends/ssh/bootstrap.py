@@ -1,19 +1,25 @@
 """Runs on a node before the agent: receives the agent if it is missing, and executes it.
 
 It is only shipped as source, and never run where it is stored. Needs Python 3.8 and the standard
-library only. It is given `REQUEST` and talks over its own stdin and stdout. Its own lines begin
-with a marker, because a login shell may have printed something before.
+library only. It is given `REQUEST` and, as `folders`, the module relaunch/agent/folders.py, and
+talks over its own stdin and stdout. Its own lines begin with a marker, because a login shell may
+have printed something before.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import stat
 import sys
 import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    folders: Any
 
 MARK = "relaunch-agent "
 UNUSED_FOR = 30 * 24 * 3600
@@ -25,77 +31,29 @@ class BootstrapError(Exception):
     pass
 
 
-def candidates() -> list[str]:
-    """Return the folders that may hold this user's state, as in relaunch/agent/folders.py."""
-    name = f"relaunch-{os.geteuid()}"
-    return [
-        f"/var/lib/{name}",
-        f"/var/tmp/{name}",
-        *(f"/var/tmp/{name}.{number}" for number in range(1, 10)),
-    ]
-
-
-def own(folder: str) -> None:
-    """Create a folder that only this user can enter, or refuse one that belongs to another user."""
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(folder, 0o700)
-    found = os.lstat(folder)
-    if not stat.S_ISDIR(found.st_mode):
-        raise BootstrapError(f"{folder} is no folder")
-    if found.st_uid != os.geteuid():
-        raise BootstrapError(
-            f"the folder {folder} belongs to uid {found.st_uid}; expected uid {os.geteuid()}"
-        )
-    if found.st_mode & 0o077:
-        os.chmod(folder, 0o700)
-
-
 def place() -> str:
     """Return the folder of the agents, in the node's state folder.
 
-    The state folder is the one that the environment names, or the one that `choose` returns.
+    The state folder is the one that the environment names, or one of the candidates. Each part of
+    its path is checked, and its owner.
     """
     given = os.environ.get("RELAUNCH_AGENT_STATE")
     if given:
-        os.makedirs(os.path.dirname(os.path.abspath(given)), exist_ok=True)
-        if os.path.islink(given) and os.lstat(given).st_uid not in (0, os.geteuid()):
-            raise BootstrapError(f"{given} is a link that uid {os.lstat(given).st_uid} made")
-        parent = os.path.realpath(given)
-    else:
-        parent = choose()
-    own(parent)
-    folder = os.path.join(parent, "agents")
-    own(folder)
-    return folder
-
-
-def choose() -> str:
-    """Return the first candidate that this user owns, else the first that can be created."""
-    found = [path for path in candidates() if is_own(path)]
-    last: Exception | None = None
-    for path in found or candidates():
-        try:
-            own(path)
-            return path
-        except (BootstrapError, OSError) as error:
-            last = error
-    raise BootstrapError(f"no folder for the agent can be made on this node: {last}")
-
-
-def is_own(path: str) -> bool:
-    try:
-        found = os.lstat(path)
-    except OSError:
-        return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+        return str(folders.secure_folder(folders.open_configured_folder(given) / "agents"))
+    return str(folders.choose_folder("agents"))
 
 
 def is_whole(path: str, sha256: str) -> bool:
+    """Return whether this very agent is there, in a file that only this user can write."""
     try:
-        with open(path, "rb") as file:
-            return hashlib.sha256(file.read()).hexdigest() == sha256
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return False
+    with open(handle, "rb") as file:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+            return False
+        return not found.st_mode & 0o022 and hashlib.sha256(file.read()).hexdigest() == sha256
 
 
 def say(what: dict[str, object]) -> None:
@@ -172,7 +130,7 @@ def main(
         os.utime(path)
         if os.listdir(folder) != [name]:
             sweep(folder, path)
-    except BootstrapError as error:
+    except (BootstrapError, folders.FolderError) as error:
         say({"cannot": str(error)})
         return
     except OSError as error:
