@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import secrets
 import select
 import signal
 import time
@@ -18,11 +19,13 @@ from typing import Any
 from relaunch.agent.children import Child, write
 from relaunch.agent.failpoints import is_cut
 from relaunch.agent.loop import parse, take_line
-from relaunch.agent.protocol import VERSION, Json, Refusal, line
+from relaunch.agent.protocol import VERSION, Json, Refusal, line, now
 from relaunch.agent.state import read_boot_id
 
 ALWAYS_FINISHED = ("prepare", "start", "stop", "reset-gpus", "reboot")
 """These commands are finished even if the controller has disconnected; the others end."""
+BOUND = ("prepare", "start", "stop", "diagnose", "reset-gpus", "reboot")
+"""These commands change the node, so each is for one session with it, and may be for a time."""
 CUT_CHECK_INTERVAL = 0.2
 """Seconds between checks whether a cut was lifted."""
 MAX_SPARES = 2
@@ -48,6 +51,9 @@ class Session:
         self.state = state
         self.single = single
         """The command of a one-shot call, whose lines are not wrapped."""
+        self.key = None if single is not None else secrets.token_hex(16)
+        """What an order of `BOUND` has to name. It is new for each session, so an order that was
+        recorded is worth nothing on another node, nor later on this one."""
         self.children: dict[int, Child] = {}
         """Children that have a command, by the descriptor that they answer on."""
         self.spares: dict[int, Child] = {}
@@ -73,7 +79,13 @@ class Session:
         # Garbage collection in the children skips frozen objects, so shared pages are not copied.
         gc.freeze()
         if self.single is None:
-            hello = {"protocol": VERSION, "boot_id": read_boot_id(self.state), "pid": os.getpid()}
+            hello = {
+                "protocol": VERSION,
+                "boot_id": read_boot_id(self.state),
+                "pid": os.getpid(),
+                "key": self.key,
+                "stamp": now(),
+            }
             self._print(line({"session": hello}))
         while self.open or self.children or self.cut_directions:
             handles = [0, ended] if self.open else [ended]
@@ -166,6 +178,15 @@ class Session:
             matches[0].close()
 
     def _begin(self, number: Any, command: Any, order: Any) -> None:
+        refusal = self._refuse_unbound(command, order)
+        if refusal is not None:
+            self._print(
+                line(refusal)
+                if self.single is not None
+                else line({"id": number, "line": refusal}) + line({"id": number, "exit": 0})
+            )
+            self.open = self.open and self.single is None
+            return
         while self.spares:
             _, child = self.spares.popitem()
             try:
@@ -178,6 +199,23 @@ class Session:
         child = Child(self.state)
         child.begin(number, command, order)
         self.children[child.from_child] = child
+
+    def _refuse_unbound(self, command: Any, order: Any) -> Json | None:
+        """Return the refusal of an order that is not of this session, or that came too late."""
+        if command not in BOUND or not isinstance(order, dict):
+            return None
+        if order.get("session") != self.key:
+            return Refusal(
+                "other_session",
+                f"this {command} is of another session: an order is carried out by the node and in "
+                "the session that it was given to, and nowhere else",
+            ).answer
+        until: Any = order.get("until")
+        is_timed = isinstance(until, (int, float)) and not isinstance(until, bool)
+        if is_timed and now() > until:
+            reason = f"this {command} came {now() - until:.1f} s too late to be carried out"
+            return Refusal("late", reason, stamp=now()).answer
+        return None
 
     def _release(self, child: Child) -> None:
         """Forget a child that has closed its pipe; it may live on as a shim."""

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -66,8 +67,49 @@ class Inbox:
         return message
 
 
+class Binding:
+    """What makes an order one for this session and for some seconds.
+
+    The node has said a key in its greeting, and where its clock stands. An agent of before says
+    neither: then nothing is added to orders.
+    """
+
+    def __init__(self, greeting: Mapping[str, Any]) -> None:
+        key = greeting.get("key")
+        self._key = key if isinstance(key, str) else None
+        self._ahead: float | None = None
+        self.set_clock(greeting.get("stamp"))
+
+    def set_clock(self, stamp: object) -> None:
+        """Take what the node's clock showed just now. Any later moment is counted from here."""
+        if isinstance(stamp, float) and math.isfinite(stamp):
+            self._ahead = stamp - asyncio.get_running_loop().time()
+
+    def make_fields(self, valid_for: float | None) -> dict[str, Any]:
+        """Return the fields of an order that says who it is for.
+
+        Args:
+            valid_for: Seconds after which the node is not to carry it out; None: it may at any
+                time of the session.
+        """
+        if self._key is None:
+            return {}
+        if valid_for is None or self._ahead is None:
+            return {"session": self._key}
+        until = asyncio.get_running_loop().time() + self._ahead + valid_for
+        return {"session": self._key, "until": until}
+
+
 class Link:
-    def __init__(self, node: str, pipe: Pipe, within: float, silence_breaks: bool) -> None:
+    def __init__(
+        self,
+        node: str,
+        pipe: Pipe,
+        within: float,
+        silence_breaks: bool,
+        greeting: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.binding = Binding(greeting or {})
         self._node = node
         self._pipe = pipe
         self._within = within

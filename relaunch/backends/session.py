@@ -45,6 +45,13 @@ GPU_READ_TIMEOUT = 14.0
 user names."""
 SEND_TIMEOUT = 30.0
 """Seconds for py-spy to reach a node: 3 MB, once for each version."""
+BOUND_COMMANDS = ("prepare", "start", "stop", "diagnose", "reset-gpus", "reboot")
+"""Those that the agent carries out only for the session that they were given to."""
+TIMED_COMMANDS = ("prepare", "diagnose", "reset-gpus", "reboot")
+"""Those of them that a node is not to carry out once their caller has given up. A `start` goes with
+a preparation, which expires; a `stop` forbids for ever what it stops, and is right at any time."""
+LATE_DELAY = 5.0
+"""Seconds beyond the caller's own limit: the clocks of two machines are compared."""
 MAX_MISSING = 300
 WATCH_LINES = ("hello", "observation", "heartbeat", "end", "outcome")
 SILENT_BEATS = 3
@@ -379,7 +386,18 @@ class AgentSession:
         While it waits, it sends `list` at intervals: a long wait ends as soon as the node answers
         nothing at all.
         """
-        async with self._command(command, order) as (link, _, inbox):
+        answer = await self._call_once(command, order, within)
+        if answer["outcome"] == "refused" and answer.get("why") == "late" and self._link is not None:
+            # It was not carried out, and is wanted still: the two clocks have drifted apart since
+            # the session began.
+            self._link.binding.set_clock(answer.get("stamp"))
+            answer = await self._call_once(command, order, within)
+        return answer
+
+    async def _call_once(
+        self, command: str, order: Mapping[str, Any], within: float
+    ) -> Mapping[str, Any]:
+        async with self._command(command, order, within) as (link, _, inbox):
             waiting = asyncio.ensure_future(self._answer(link, inbox, within, command))
             try:
                 while command != "list":
@@ -417,13 +435,17 @@ class AgentSession:
 
     @asynccontextmanager
     async def _command(
-        self, command: str, order: Mapping[str, Any]
+        self, command: str, order: Mapping[str, Any], within: float = 0.0
     ) -> AsyncIterator[tuple[Link, int, Inbox]]:
         link = await self._open()
         id_, inbox = link.begin()
+        bound: Mapping[str, Any] = {}
+        if command in BOUND_COMMANDS:
+            is_timed = command in TIMED_COMMANDS
+            bound = link.binding.make_fields(within + LATE_DELAY if is_timed else None)
         try:
             await link.send(
-                {"id": id_, "command": command, "order": {"protocol": PROTOCOL, **order}}
+                {"id": id_, "command": command, "order": {"protocol": PROTOCOL, **bound, **order}}
             )
             yield link, id_, inbox
         finally:
@@ -439,7 +461,8 @@ class AgentSession:
                 return self._link
             pipe = await self._connect()
             try:
-                version = await self._read_greeting(pipe)
+                greeting = await self._read_greeting(pipe)
+                version = greeting["protocol"]
                 if version != PROTOCOL:
                     said = str(version)[:40]
                     raise ProtocolError(
@@ -449,11 +472,11 @@ class AgentSession:
                 # This also covers a cancelled caller: nothing else refers to this process.
                 pipe.kill()
                 raise
-            self._link = Link(self._node, pipe, self._within, self._silence_breaks)
+            self._link = Link(self._node, pipe, self._within, self._silence_breaks, greeting)
             return self._link
 
-    async def _read_greeting(self, pipe: Pipe) -> Any:
-        """Wait for the agent's first line and return the protocol version that it names."""
+    async def _read_greeting(self, pipe: Pipe) -> Mapping[str, Any]:
+        """Wait for the agent's first line and return it: its protocol version, key and clock."""
         line = b""
         clock, reading = asyncio.get_running_loop().time, asyncio.ensure_future(pipe.readline())
         begun = clock()
@@ -468,7 +491,10 @@ class AgentSession:
                     f"the agent could not be started: it said nothing within {within:g} s",
                 )
             line = reading.result()
-            return json.loads(line)["session"]["protocol"]
+            greeting: Mapping[str, Any] = json.loads(line)["session"]
+            if not isinstance(greeting, Mapping) or "protocol" not in greeting:
+                raise KeyError("protocol")
+            return greeting
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             await end(pipe)
             said = _refusal(line) or pipe.last_words or (repr(line[:120]) if line else "")

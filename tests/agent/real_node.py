@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from relaunch.agent.ranks import cgroup
+from relaunch.agent.session import BOUND
 from relaunch.agent.state import read_boot_id, read_json
 
 Json = dict[str, Any]
@@ -150,6 +151,9 @@ class Node:
         self.stamps: dict[tuple[int, int], float] = {}
         """What the last preparation of each generation answered."""
         self.hello: queue.Queue[Json] = queue.Queue()
+        self.key: str | None = None
+        """What orders of this session must name."""
+        self.greeted = threading.Event()
         self.number = 0
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -164,6 +168,7 @@ class Node:
 
     def session(self) -> subprocess.Popen[bytes]:
         if self.process is None:
+            self.greeted.clear()
             self.process = subprocess.Popen(
                 [self.interpreter, "-S", str(self.agent), "session"],
                 stdin=subprocess.PIPE,
@@ -179,6 +184,8 @@ class Node:
         for text in process.stdout:
             line = json.loads(text)
             if "session" in line:
+                self.key = line["session"]["key"]
+                self.greeted.set()
                 self.hello.put(line["session"])
             elif line["id"] in self.streams:
                 self.streams[line["id"]].lines.put(None if "exit" in line else line["line"])
@@ -201,8 +208,24 @@ class Node:
     def begin(self, command: str, /, **order: Any) -> Stream:
         self.number += 1
         stream = self.streams[self.number] = Stream(self, self.number)
-        self.send({"id": self.number, "command": command, "order": {"protocol": 1, **order}})
+        given: Json = {"protocol": 1, **order}
+        if command in BOUND and "session" not in given:
+            given["session"] = self._read_key()
+        self.send({"id": self.number, "command": command, "order": given})
         return stream
+
+    def _read_key(self) -> str | None:
+        """Wait for the session's first line, unless it was cut off before that came."""
+        process = self.session()
+        wait_for(
+            lambda: (
+                self.greeted.wait(0.01)
+                or process.poll() is not None
+                or (self.state / "cut").exists()
+            ),
+            "the session does not begin",
+        )
+        return self.key
 
     def order(self, command: str, /, **order: Any) -> Json | None:
         """Give an order and return its answer, or None if none came."""
