@@ -8,12 +8,24 @@ from __future__ import annotations
 import json
 import os
 import select
+import socket
+import struct
 from typing import Callable
 
 from relaunch.agent.protocol import Json, line, now
 
 MAX_LINE_BYTES = 4 * 1024 * 1024
 """A start order with long environments for 16 ranks is far below this."""
+
+
+def is_from_this_user(caller: socket.socket) -> bool:
+    """Return whether the other end of a unix socket is a process of this user or of root.
+
+    The folder of the sockets is closed to others. This holds also where it was opened.
+    """
+    size = struct.calcsize("3i")
+    _, uid, _ = struct.unpack("3i", caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return uid in (0, os.geteuid())
 
 
 class Loop:

@@ -17,7 +17,7 @@ from typing import Any
 from relaunch.agent import disk, processes
 from relaunch.agent.failpoints import reach_failpoint
 from relaunch.agent.folders import FolderError
-from relaunch.agent.loop import Channel, Loop
+from relaunch.agent.loop import Channel, Loop, is_from_this_user
 from relaunch.agent.node import kernel_log
 from relaunch.agent.protocol import Json, Refusal, Token, now
 from relaunch.agent.ranks import cgroup, guard, journal, spawn, supervisor
@@ -431,6 +431,9 @@ class Shim:
         try:
             caller, _ = self.sockets.orders.accept()
         except OSError:  # the caller hung up before accept
+            return
+        if not is_from_this_user(caller):
+            caller.close()
             return
         channel = Channel(
             self.loop,

@@ -17,7 +17,7 @@ from typing import Dict, Iterable, Tuple
 
 from relaunch.agent import processes
 from relaunch.agent.failpoints import reach_failpoint
-from relaunch.agent.loop import Channel, Loop
+from relaunch.agent.loop import Channel, Loop, is_from_this_user
 from relaunch.agent.node import gpu_users, kernel_log
 from relaunch.agent.protocol import Json, Token, line, make_sender, now
 from relaunch.agent.ranks import cgroup, evidence, journal, retention
@@ -283,6 +283,9 @@ class Supervisor:
         try:
             caller, _ = self.listener.accept()
         except OSError:  # the caller hung up before accept
+            return
+        if not is_from_this_user(caller):
+            caller.close()
             return
         channel = Channel(
             self.loop,
