@@ -12,6 +12,7 @@ import importlib.util
 import io
 import marshal
 import os
+import stat
 import tempfile
 import zipfile
 from pathlib import Path
@@ -58,24 +59,40 @@ def _name(sources: dict[str, bytes]) -> str:
     return f"{digest.hexdigest()[:16]}.pyz"
 
 
-def _is_whole(path: Path) -> bool:
+def _is_whole(path: Path, sources: dict[str, bytes]) -> bool:
+    """Return whether a file holds these sources, and only this user can write it.
+
+    Its bytecode is compared by the hashes of the sources that it names: compiling takes 0.4 s.
+    """
     try:
+        status = path.lstat()
+        is_own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+        if not is_own or status.st_mode & 0o022:
+            return False
         with zipfile.ZipFile(path) as archive:
-            return archive.testzip() is None
+            compiled = {f"{name}c": name for name in sources if name != f"{_NVML}.py"}
+            return (
+                archive.testzip() is None
+                and sorted(archive.namelist()) == sorted([*sources, *compiled])
+                and all(archive.read(name) == source for name, source in sources.items())
+                and all(
+                    archive.read(name)[:16] == _make_header(sources[of])
+                    for name, of in compiled.items()
+                )
+            )
     except (FileNotFoundError, zipfile.BadZipFile):
         return False
+
+
+def _make_header(source: bytes) -> bytes:
+    unchecked = (1).to_bytes(4, "little")
+    return importlib.util.MAGIC_NUMBER + unchecked + importlib.util.source_hash(source)
 
 
 def _compile(name: str, source: bytes) -> bytes:
     """Return the content of a `.pyc` that Python does not check against its source (PEP 552)."""
     code = compile(source, name, "exec", dont_inherit=True, optimize=0)
-    unchecked = (1).to_bytes(4, "little")
-    return (
-        importlib.util.MAGIC_NUMBER
-        + unchecked
-        + importlib.util.source_hash(source)
-        + marshal.dumps(code, _BYTECODE)
-    )
+    return _make_header(source) + marshal.dumps(code, _BYTECODE)
 
 
 def _make_archive(sources: dict[str, bytes]) -> bytes:
@@ -104,7 +121,7 @@ def build_agent(folder: Path) -> Path:
     """
     sources = _read_sources()
     path = folder / _name(sources)
-    if _is_whole(path):
+    if _is_whole(path, sources):
         return path
     data = _make_archive(sources)
     folder.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import stat
 import subprocess
 import sys
 import zipfile
@@ -44,6 +45,34 @@ def test_the_artifact_is_named_by_content_and_rebuilt_if_torn(
     ):
         first.write_bytes(torn)
         assert build_agent(tmp_path / "a").read_bytes() == whole
+
+
+@pytest.mark.parametrize("change", ["another source", "one more module", "writable", "link"])
+def test_an_artifact_of_another_content_or_another_user_is_replaced(
+    tmp_path: Path, change: str
+) -> None:
+    built = build_agent(tmp_path / "a")
+    whole = built.read_bytes()
+    if change == "writable":
+        built.chmod(0o666)
+    elif change == "link":
+        (tmp_path / "theirs").write_bytes(whole)
+        built.unlink()
+        built.symlink_to(tmp_path / "theirs")
+    else:
+        with zipfile.ZipFile(built) as source:
+            files = {name: source.read(name) for name in source.namelist()}
+        if change == "another source":
+            files["relaunch/agent/session.py"] += b"# another"
+        else:
+            files["json.py"] = b"# instead of the standard library's"
+        with zipfile.ZipFile(built, "w") as archive:
+            for name, data in files.items():
+                archive.writestr(name, data)
+    assert build_agent(tmp_path / "a") == built
+    status = built.lstat()
+    assert (built.read_bytes(), status.st_mode & 0o7777) == (whole, 0o755)
+    assert stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
 
 
 def test_other_modules_and_hash_orders_build_the_same_bytes(
