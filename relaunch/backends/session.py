@@ -387,7 +387,11 @@ class AgentSession:
         nothing at all.
         """
         answer = await self._call_once(command, order, within)
-        if answer["outcome"] == "refused" and answer.get("why") == "late" and self._link is not None:
+        if (
+            answer["outcome"] == "refused"
+            and answer.get("why") == "late"
+            and self._link is not None
+        ):
             # It was not carried out, and is wanted still: the two clocks have drifted apart since
             # the session began.
             self._link.binding.set_clock(answer.get("stamp"))

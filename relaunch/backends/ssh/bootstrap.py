@@ -14,13 +14,10 @@ import os
 import stat
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from typing import Any
-
-    folders: Any
-
+folders: Any = globals().get("folders")
+"""relaunch/agent/folders.py, as `ship.first_line` has loaded it."""
 MARK = "relaunch-agent "
 UNUSED_FOR = 30 * 24 * 3600
 """Seconds without a start after which another version of the agent is removed. A controller that

@@ -69,7 +69,7 @@ def first_line(artifact: Artifact, environment: Mapping[str, str]) -> bytes:
     folders = (Path(__file__).parents[2] / "agent" / "folders.py").read_text()
     # The first entry of sys.path is the login's home folder: a json.py there must not be imported.
     begin = "import sys; V = sys.version_info; sys.path[:] = filter(None, sys.path)"
-    module = "folders = type(sys)('folders'); " f"FOLDERS = {folders!a} if V >= {OLDEST} else ''"
+    module = f"folders = type(sys)('folders'); FOLDERS = {folders!a} if V >= {OLDEST} else ''"
     load = "exec(FOLDERS, folders.__dict__)"
     run = f"exec({source!a} if V >= {OLDEST} else {TOO_OLD!a})"
     return f"{begin}; REQUEST = {request!a}; {module}; {load}; {run}\n".encode()
