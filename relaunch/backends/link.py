@@ -67,7 +67,7 @@ class Inbox:
         return message
 
 
-class Binding:
+class OrderBinder:
     """What makes an order one for this session and for some seconds.
 
     The node has said a key in its greeting, and where its clock stands. An agent of before says
@@ -109,7 +109,7 @@ class Link:
         silence_breaks: bool,
         greeting: Mapping[str, Any] | None = None,
     ) -> None:
-        self.binding = Binding(greeting or {})
+        self.binder = OrderBinder(greeting or {})
         self._node = node
         self._pipe = pipe
         self._within = within

@@ -394,7 +394,7 @@ class AgentSession:
         ):
             # It was not carried out, and is wanted still: the two clocks have drifted apart since
             # the session began.
-            self._link.binding.set_clock(answer.get("stamp"))
+            self._link.binder.set_clock(answer.get("stamp"))
             answer = await self._call_once(command, order, within)
         return answer
 
@@ -446,7 +446,7 @@ class AgentSession:
         bound: Mapping[str, Any] = {}
         if command in BOUND_COMMANDS:
             is_timed = command in TIMED_COMMANDS
-            bound = link.binding.make_fields(within + LATE_DELAY if is_timed else None)
+            bound = link.binder.make_fields(within + LATE_DELAY if is_timed else None)
         try:
             await link.send(
                 {"id": id_, "command": command, "order": {"protocol": PROTOCOL, **bound, **order}}

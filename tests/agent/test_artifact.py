@@ -48,9 +48,7 @@ def test_the_artifact_is_named_by_content_and_rebuilt_if_torn(
 
 
 @pytest.mark.parametrize("change", ["another source", "one more module", "writable", "link"])
-def test_an_artifact_of_another_content_or_another_user_is_replaced(
-    tmp_path: Path, change: str
-) -> None:
+def test_an_artifact_of_another_content_or_user_is_replaced(tmp_path: Path, change: str) -> None:
     built = build_agent(tmp_path / "a")
     whole = built.read_bytes()
     if change == "writable":

@@ -127,7 +127,7 @@ async def test_a_node_whose_clock_has_drifted_away_gets_its_orders(node: Node, a
     await session.list()
     link = session._link
     assert isinstance(link, Link)
-    link.binding.set_clock(boottime() - 3600)  # as if the node's had gained an hour
+    link.binder.set_clock(boottime() - 3600)  # as if the node's had gained an hour
     order = PrepareOrder(
         Token("default", "j", 1, 1), "127.0.0.1", (0,), 30.0, 1.0, 1.0, 3.0, 30.0, 0.2
     )

@@ -127,7 +127,7 @@ def configure(monkeypatch: pytest.MonkeyPatch, state: Path) -> str:
     return ""
 
 
-def test_a_folder_far_above_in_which_every_user_can_rename_is_refused(
+def test_a_folder_far_above_that_every_user_can_write_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = tmp_path / "open" / "a" / "b" / "state"

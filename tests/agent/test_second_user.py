@@ -336,7 +336,7 @@ def begin_session(state: Path, artifact: Artifact, wrapped: tuple[str, ...] = ()
         ),
     ],
 )
-def test_a_login_starts_nothing_from_a_place_that_another_user_can_change(
+def test_a_login_starts_nothing_where_another_user_can_write(
     public: Path, agent: Path, prepare: str, says: str
 ) -> None:
     place = public / "place"
@@ -422,7 +422,7 @@ def test_a_process_that_claims_to_be_a_shim_is_none(
     assert is_alive(pid)
 
 
-def test_a_program_on_a_gpu_that_claims_to_be_the_agents_tool_is_foreign(
+def test_a_gpu_program_that_claims_to_be_the_agents_is_foreign(
     node: Node, pretend: Callable[..., int]
 ) -> None:
     from relaunch.agent import tools
@@ -437,7 +437,7 @@ def test_a_program_on_a_gpu_that_claims_to_be_the_agents_tool_is_foreign(
     assert is_alive(pid)
 
 
-def test_a_recycled_pid_or_group_of_another_user_is_not_signalled(node: Node) -> None:
+def test_a_recycled_pid_or_group_of_another_user_gets_no_signal(node: Node) -> None:
     """The records are of ranks that are dead; their numbers belong to another user by now."""
     node.run(1, ranks=1)
     code = (
@@ -496,7 +496,7 @@ def test_a_signal_goes_to_the_process_that_was_looked_at() -> None:
 # --- what a rank, or a link of a rank's, can have the agent read ----------------------------------
 
 
-def test_links_of_a_rank_have_the_agent_read_nothing_of_another_user(plain: Node) -> None:
+def test_links_of_a_rank_show_no_file_of_another_user(plain: Node) -> None:
     theirs = plain.state.parent / "theirs"
     theirs.write_text(json.dumps({"step": 7, "message": SECRET}))
     theirs.chmod(0o600)
@@ -533,7 +533,7 @@ def make_crashing_program() -> bytes:
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the program is one for x86-64")
-def test_a_program_that_crashes_under_the_name_of_an_xid_is_no_xid(public: Path) -> None:
+def test_a_program_that_crashes_with_the_name_of_an_xid_is_none(public: Path) -> None:
     if Path("/proc/sys/debug/exception-trace").read_text().strip() != "1":
         pytest.skip("this kernel does not log programs that crash")
     forged = f"NVRM: Xid (PCI:0000:65:00): 79, pid={os.getpid()}, GPU has fallen off the bus. x"

@@ -141,7 +141,7 @@ REFUSED = [
     f"{REBOOT.replace('-n', '-n SYSTEMD_PAGER=/tmp/x')}",
     f"{REBOOT.replace('-n', '-n -D /')}",
     f"{REBOOT.replace('-n', '-n -R /tmp')}",
-    f"{REBOOT.replace('-n', '-n -u nobody')}",
+    f"{REBOOT.replace('-n', '-n -u train')}",
     # a program that the user can write, as root: the agent itself
     f"sudo -n {sys.executable} /tmp/agent.pyz session",
 ]
@@ -186,7 +186,7 @@ def test_the_lines_for_each_gpu_allow_one_or_all(folder: Path) -> None:
     assert ran == [*(each for each in ALLOWED if each != both), f"{RESET} -i {OTHER_GPU}"]
 
 
-def test_the_line_of_the_first_release_let_a_file_be_written_as_root(folder: Path) -> None:
+def test_the_line_of_release_0_1_0_let_root_write_any_file(folder: Path) -> None:
     """Why the page has another one. Without this, the test above could pass for a typing error."""
     ((code, output, _),) = attempt(folder, [OLD_RULE], [f"{RESET} -i 0 -f /etc/passwd"])
     assert (code, output.strip()) == (0, "0 nvidia-smi --gpu-reset -i 0 -f /etc/passwd")
