@@ -518,6 +518,27 @@ def test_links_of_a_rank_show_no_file_of_another_user(plain: Node) -> None:
     assert (theirs.stat().st_uid, theirs.stat().st_mode & 0o777) == (ATTACKER, 0o600)
 
 
+CONNECT = """
+import os, socket, sys
+try:
+    socket.socket(socket.AF_UNIX).connect(sys.argv[1] + "/orders")
+    print("it connected", flush=True)
+except OSError as error:
+    print("refused:", error.strerror, flush=True)
+os.execvp("sleep", ["sleep", "1000"])
+"""
+
+
+def test_a_rank_that_became_another_user_orders_nothing(node: Node) -> None:
+    """Of an agent of root's, whose rank gives up root before it runs what a person wrote."""
+    inner = f"{SYSTEM_PYTHON} -c '{CONNECT}' $(dirname $(dirname $RELAUNCH_PROGRESS_FILE))"
+    dropped = f"cd /; exec {' '.join(as_user(ATTACKER))} {inner}"
+    node.run(1, ["sh", "-c", dropped], ranks=1)
+    wait_for(lambda: "\n" in node.log())
+    assert node.log() == "refused: Permission denied\n"
+    assert expect_done(node.stop())["stopped"] == [[1, 1]]
+
+
 # --- the kernel log -------------------------------------------------------------------------------
 
 
