@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from relaunch.agent.failpoints import is_cut
 from relaunch.agent.ranks import cgroup
 from relaunch.agent.session import BOUND
 from relaunch.agent.state import read_boot_id, read_json
@@ -221,7 +222,7 @@ class Node:
             lambda: (
                 self.greeted.wait(0.01)
                 or process.poll() is not None
-                or (self.state / "cut").exists()
+                or is_cut(self.state, "controller-out")
             ),
             "the session does not begin",
         )
