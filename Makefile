@@ -1,8 +1,8 @@
-# setup demo test lint types long bench chaos programs corpus upgrade-test compose-test vm-test screenshots record-release reference: nothing else to remember.
+# setup demo test lint types long bench chaos programs corpus upgrade-test compose-test vm-test screenshots record-release dist reference: nothing else to remember.
 PY := .venv/bin/python
 WORKERS ?= 5
 
-.PHONY: setup demo test lint types long bench chaos programs corpus upgrade-test compose-test vm-test screenshots aws-smoke record-release reference lock
+.PHONY: setup demo test lint types long bench chaos programs corpus upgrade-test compose-test vm-test screenshots aws-smoke record-release dist reference lock
 
 setup: .venv/.installed
 
@@ -99,6 +99,10 @@ aws-smoke: setup
 # Keeps what the version in pyproject.toml writes, which every later one has to read: once a release (docs/upgrade.md).
 record-release: setup
 	@$(PY) -m tests.releases
+
+# What is published of a commit, into dist/: the same bytes for everyone who builds it (docs/decisions/0069).
+dist: setup
+	@$(PY) tools/dist.py $(if $(REF),--ref $(REF))
 
 # Pages of docs/reference that follow from the code; a test fails where they do not.
 reference: setup
