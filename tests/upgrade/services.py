@@ -83,18 +83,15 @@ class Job:
         shown: dict[str, Any] = self.service.read("show", self.name, by=by)
         return shown
 
-    def until(self, phase: str, generation: int = 1, by: Installation | None = None) -> None:
+    def until(self, phase: str, generation: int = 1) -> None:
         """Wait until a worker, and not only the server, says so."""
 
         def reached() -> bool:
-            now = self.show(by)
-            return (now["source"], now["phase"], now["generation"]) == (
-                "worker",
-                phase,
-                generation,
-            )
+            now = self.show()
+            found = (now["source"], now["phase"], now["generation"])
+            return found == ("worker", phase, generation)
 
-        eventually(reached, lambda: f"{self.name} is not {phase} {generation}: {self.show(by)}")
+        eventually(reached, lambda: f"{self.name} is not {phase} {generation}: {self.show()}")
 
     def until_ended(self, phase: str) -> None:
         def has_ended() -> bool:
