@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from tests.releases.record import read_version
 from tests.releases.recording import list_releases
 from tests.upgrade.services import (
     FLEET,
+    PATIENCE_S,
     WHEELS,
     Installation,
     Job,
@@ -108,7 +110,20 @@ def end(process: subprocess.Popen[bytes], how: signal.Signals) -> None:
 
 
 def read_everything(service: Service, jobs: Jobs, by: Installation) -> None:
-    """Have one command line read all that there is, and find what the release wrote."""
+    """Have one command line read all that there is, and find what the release wrote.
+
+    A worker that answers too late for a command is asked again: others may keep the machine busy.
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return read_once(service, jobs, by)
+        except AssertionError:
+            if time.monotonic() > deadline:
+                raise
+
+
+def read_once(service: Service, jobs: Jobs, by: Installation) -> None:
     listed = {one["name"]: one for one in service.read("jobs", by=by)}
     assert set(listed) == {job.name for job in service.jobs}
     shown = jobs.asks.show(by)
