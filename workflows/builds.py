@@ -6,6 +6,7 @@ where its state is all that the new code has to understand, and no history of th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from temporalio import workflow
@@ -21,9 +22,13 @@ def is_build_outdated(info: Info) -> bool:
     return info.is_target_worker_deployment_version_changed()
 
 
-def continue_as_new(input: Any) -> NoReturn:
-    """Continue the workflow as new, on the build that is to work for it."""
+def continue_as_new(input: Any, memo: Mapping[str, object] | None = None) -> NoReturn:
+    """Continue the workflow as new, on the build that is to work for it.
+
+    Without `memo`, the next run has the one that the first run was started with: what was upserted
+    is not carried over, as search attributes are.
+    """
     behavior = (
         ContinueAsNewVersioningBehavior.AUTO_UPGRADE if is_build_outdated(workflow.info()) else None
     )
-    workflow.continue_as_new(input, initial_versioning_behavior=behavior)
+    workflow.continue_as_new(input, memo=memo, initial_versioning_behavior=behavior)

@@ -219,6 +219,8 @@ def _apply_event(
         case RanksSucceeded():
             return replace(
                 close_incident(job, now, "all ranks exited with 0"),
+                # It did resume, though a short generation may end before its steps are read.
+                failed_resume=None,
                 maybe_alive=(),
                 launched=(),
                 lost=(),

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,7 +57,7 @@ def double(world: World) -> str:
     return f"{folder}{os.pathsep}{os.environ['PATH']}"
 
 
-async def submitted(world: World, name: str) -> Job:
+async def submitted(world: World, name: str, **spec: Any) -> Job:
     rank = [sys.executable, "-S", str(RANK_PROGRAM), str(world.folder / "jobs" / name)]
     return await world.submit(
         name=name,
@@ -64,6 +65,7 @@ async def submitted(world: World, name: str) -> Job:
         launcher="torchrun",
         env={"PATH": double(world)},
         command=["sh", "-c", NEXT_PORT, *rank],
+        **spec,
     )
 
 

@@ -19,6 +19,7 @@ from relaunch.job.events import (
     ProgressSeen,
     RanksHung,
     RanksStopped,
+    RanksSucceeded,
     RetryRequested,
     StepReached,
 )
@@ -420,6 +421,14 @@ def test_each_approval_launches_once_until_the_program_resumes() -> None:
     job = play(job, (APPROVED, "LAUNCH"))
     job, _ = step(relaunched(job), StepReached(job.generation, 501, at(9)), at(9))
     assert (job.phase, job.failed_resume) == (Phase.RUNNING, None)
+
+
+def test_success_forgets_the_error_though_no_step_was_seen() -> None:
+    """A generation may end before its watch has read a step; the stop finds the last one."""
+    job = relaunched(play(asking(), (APPROVED, "LAUNCH")))
+    job, _ = step(job, RanksSucceeded(job.generation), at(9))
+    job, _ = step(job, RanksStopped(job.generation, ("n1",), T0, step=510), at(9))
+    assert job.ending is not None and job.failed_resume is None
 
 
 def test_another_fault_after_an_approval_takes_its_ladder() -> None:

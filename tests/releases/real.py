@@ -24,7 +24,7 @@ from relaunch.messages.logs import (
 from relaunch.messages.nodes import ExamineNodesInput
 from relaunch.messages.notices import SendTestInput
 from relaunch.temporal import data_converter, write_up
-from tests.chaos.world import FLEET, QUEUE, World
+from tests.chaos.world import FLEET, QUEUE, World, chaos_policy
 from tests.e2e.test_launchers import submitted
 from tests.releases.files import CONTROLLER, NODE, collect
 from tests.releases.recording import Answer
@@ -35,6 +35,9 @@ SCENARIO = "real"
 WORLD_NUMBER = 97
 """Its addresses: no test has them."""
 CALL_TIMEOUT = timedelta(minutes=2)
+PATIENT = chaos_policy({"lease": "90s", "lost_after": "45s", "fence_after": "15s"})
+"""On a busy machine a node is late and not lost: its job would leave it, and its files would not
+have what is to be recorded."""
 NOTIFIES = """\
 heartbeat: {url: http://127.0.0.1:9/alive}
 notify: [{webhook: http://127.0.0.1:9/hook}]
@@ -63,6 +66,7 @@ async def record_service(
         job = await world.submit(
             nodes=2,
             nproc=2,
+            policy=PATIENT,
             checkpoint={"directory": str(folder / "checkpoints"), "pattern": "checkpoint-{step}"},
         )
         await job.until_phase("RUNNING", generation=1)
@@ -70,7 +74,7 @@ async def record_service(
         os.kill(job.rank_pids("n1")[0], signal.SIGKILL)
         await job.until_phase("RUNNING", generation=2)
         await job.until_watched()
-        below = await submitted(world, "below")
+        below = await submitted(world, "below", policy=PATIENT)
         await below.until_phase("RUNNING")
         await below.until_steps()
         state = await job.state()

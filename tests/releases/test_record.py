@@ -26,7 +26,10 @@ async def test_a_release_is_recorded_once_and_read_whole(tmp_path: Path) -> None
     told = {name.split()[0] for name in recording.histories}
     assert told == {"archived", "queued", "retried", "real"}
     for file in ("highest.json", "journal.jsonl", "order.json", "rank_0.json", "reboots.jsonl"):
-        assert any(name.endswith(f"/{file}") for name in recording.files), file
+        assert any(name.endswith(f"/{file}") for name in recording.files), (
+            file,
+            sorted(recording.files),
+        )
     assert any(name.startswith("controller/archive/") for name in recording.files)
     with pytest.raises(AlreadyRecorded, match=r"9\.8\.7.* is never recorded again"):
         save(recording, tmp_path)

@@ -19,6 +19,7 @@ from temporalio.service import RPCError, RPCStatusCode
 
 from relaunch.activities.records import read_archive
 from relaunch.job.state import Phase
+from relaunch.workflows.search_attributes import memo
 from relaunch.workflows.training_job import actions
 from relaunch.workflows.training_job.workflow import TrainingJob
 from tests.fakes.nodes import Exit, Progress, Script
@@ -199,7 +200,10 @@ async def test_a_queued_job_continues_as_new_and_keeps_its_turn(
         third = await rig.submit(gpus_per_node=8)
         await third.until(lambda s: s.phase is Phase.QUEUED and bool(s.reason), "queued")
         await _send_reports(second, until_runs=4)
-        assert (await second.state()).phase is Phase.QUEUED
+        state = await second.state()
+        assert state.phase is Phase.QUEUED
+        # What is said of it where no worker answers, and by which it is found as one of its fleet.
+        assert await (await second.handle.describe()).memo() == memo(state)
         await first.handle.signal("cancel")
         await first.result()
         await second.until_phase(Phase.RUNNING, 1)

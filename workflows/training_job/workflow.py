@@ -59,6 +59,9 @@ with workflow.unsafe.imports_passed_through():
 
 LINKS_PATCH = "check-links"
 """Marks histories in which links between nodes are checked before a restart."""
+MEMO_PATCH = "restore-memo"
+"""Marks histories of runs that 0.1.0 continued as new without the memo, in which it is published
+again."""
 MAX_INCIDENTS = 10
 """Closed incidents kept in the state; beyond that the older half is archived. A state must stay
 below 512 KiB."""
@@ -89,6 +92,8 @@ class TrainingJob(MessageHandlers):
     async def run(self, start: TrainingJobInput) -> JobResult:
         session = self._session
         if start.resume is not None:
+            if "fleet" not in workflow.memo() and workflow.patched(MEMO_PATCH):
+                self._memo = {}
             self._watches.start()
             self._deadline.set(start.carried.deadline)
             self._drain_timers.update()
@@ -318,7 +323,8 @@ class TrainingJob(MessageHandlers):
         )
         job = session.job
         continue_as_new(
-            TrainingJobInput(spec=job.spec, policy=job.policy, resume=job, carried=carried)
+            TrainingJobInput(spec=job.spec, policy=job.policy, resume=job, carried=carried),
+            memo(job),
         )
 
 
