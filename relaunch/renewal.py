@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 from google.protobuf.message import Message
 from temporalio.client import Client
@@ -49,7 +50,7 @@ class RenewableService(ServiceClient):
         self._service, self.config = service, service.config
 
     @property
-    def worker_service_client(self):  # type: ignore[no-untyped-def]  # its type is private to the SDK
+    def worker_service_client(self) -> Any:  # its type is private to the SDK
         return self._service.worker_service_client
 
     def update_rpc_metadata(self, metadata: Mapping[str, str | bytes]) -> None:

@@ -124,7 +124,7 @@ async def test_what_cannot_heal_is_one_sentence_that_names_it(
     assert all(word in str(failed) for word in (*expected, address)), failed
 
 
-async def test_a_missing_file_and_half_a_pair_are_named_before_anything_is_asked(
+async def test_what_cannot_be_read_is_named_before_anything_is_asked(
     monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path
 ) -> None:
     gone = await fail(monkeypatch, "127.0.0.1:1", **use_tls(folder, "gone"))

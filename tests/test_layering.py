@@ -124,6 +124,7 @@ ALLOWED = [
         (
             *BOTTOM,
             "relaunch.config",
+            "relaunch.credentials",
             "relaunch.temporal",
             "relaunch.builds",
             "relaunch.converter",

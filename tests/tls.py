@@ -133,8 +133,8 @@ def listen(
 ) -> Iterator[str]:
     """Listen with a certificate, or without TLS, and yield the address.
 
-    With `client_ca`, a client certificate of that CA is demanded by TLS itself. Whoever gets that
-    far gets `answer` to the first call, and then the end of the connection.
+    With `client_ca`, a client certificate of that CA is demanded by TLS itself. Who gets that far
+    gets `answer` to the first call, and then the end of the connection.
     """
     context: ssl.SSLContext | None = None
     if certificate is not None:

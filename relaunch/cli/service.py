@@ -158,7 +158,7 @@ def prepare_state(state: Path) -> IO[str]:
 def check_host(address: str) -> str:
     """Return an address on which server and web UI may listen: one of this machine's loopback.
 
-    Temporal's development server has neither TLS nor users, and starts what it is told to.
+    Temporal's development server has neither TLS nor users, and starts what it is asked to.
 
     Raises:
         ConfigError: It is another address.
