@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from google.protobuf.message import Message
+from temporalio.api.workflowservice.v1 import GetSystemInfoRequest
 from temporalio.client import Client
 from temporalio.service import RPCError, ServiceClient, ServiceResponse
 from temporalio.worker import Worker
@@ -28,12 +29,13 @@ from relaunch.credentials import (
     find_expiry,
     read_credentials,
 )
-from relaunch.temporal import connect, read_server_id
+from relaunch.temporal import connect, explain_refusal, read_server_id
 
 log = logging.getLogger("relaunch.credentials")
 
 INTERVAL_S = 30.0
 """Seconds between two looks at the files: a replaced certificate has hours or days left."""
+ANSWER_TIMEOUT = timedelta(seconds=10)
 REPEAT_S = 6 * 3600.0
 """Seconds after which the same warning is logged again."""
 
@@ -110,14 +112,16 @@ class Renewal:
             try:
                 await self.look(worker)
             except (ConfigError, RPCError) as error:
-                self._warn(f"the connection is not renewed: {error}")
+                reason = explain_refusal(error) if isinstance(error, RPCError) else error
+                self._warn(f"{reason}; this worker tries again every {self.interval:g} s")
             await asyncio.sleep(self.interval)
 
     async def look(self, worker: Worker) -> None:
-        """Read the configuration, and use what has changed.
+        """Read the configuration, use what has changed, and ask whether the connection works.
 
         Raises:
-            ConfigError: it cannot be used, or the server refuses it; nothing has changed.
+            ConfigError: the configuration cannot be used, the server refuses it, or it is away;
+                nothing has changed.
             RPCError: as above.
         """
         now = datetime.now(UTC)
@@ -126,6 +130,13 @@ class Renewal:
             await self._renew(worker, found, now)
         if text := self.describe_expiry():
             self._warn(f"{text}: replace it, and this worker takes the new one by itself")
+        try:
+            await self.client.workflow_service.get_system_info(
+                GetSystemInfoRequest(), timeout=ANSWER_TIMEOUT
+            )
+        except RPCError:
+            # What a reconnection of the SDK fails with says little. A new connection says more.
+            await connect(self.state)
 
     def describe_expiry(self) -> str:
         """Return a sentence about a certificate in use that has ended or ends soon, or nothing."""

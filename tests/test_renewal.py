@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 from temporalio.api.workflowservice.v1 import GetSystemInfoRequest, GetSystemInfoResponse
 from temporalio.client import Client
-from temporalio.service import ConnectConfig, ServiceClient
+from temporalio.service import ConnectConfig, RPCError, RPCStatusCode, ServiceClient
 from temporalio.worker import Worker
 
 from relaunch import renewal
@@ -33,7 +33,7 @@ class Connection(ServiceClient):
 
     def __init__(self, number: int) -> None:
         super().__init__(ConnectConfig(target_host=ADDRESS))
-        self.number = number
+        self.number, self.is_refused = number, False
 
     @property
     def worker_service_client(self) -> Any:
@@ -46,6 +46,8 @@ class Connection(ServiceClient):
         raise NotImplementedError
 
     async def _rpc_call(self, rpc: str, req: Any, resp_type: Any, **options: Any) -> Any:
+        if self.is_refused:
+            raise RPCError("refused", RPCStatusCode.INTERNAL, b"")
         return resp_type(server_version=str(self.number))
 
 
@@ -57,15 +59,18 @@ class Stand:
         self.ca.issue("worker")
         for name, value in use_tls(folder, "worker", TEMPORAL_ADDRESS=ADDRESS).items():
             monkeypatch.setenv(name, value)
-        self.count, self.server = 1, "one"
+        self.count, self.server, self.refusal = 1, "one", ""
         monkeypatch.setattr(renewal, "connect", self._connect)
         monkeypatch.setattr(renewal, "read_server_id", self._read_server_id)
-        self.client = make_renewable(Client(Connection(1)))
+        self.first = Connection(1)
+        self.client = make_renewable(Client(self.first))
         self.worker = SimpleNamespace(client=self.client)
         self.renewal = Renewal(self.client, folder, read_credentials(), "one")
 
     async def _connect(self, state: Path) -> Client:
         self.count += 1
+        if self.refusal:
+            raise ConfigError(self.refusal)
         return Client(Connection(self.count))
 
     async def _read_server_id(self, client: Client) -> str:
@@ -122,6 +127,15 @@ async def test_what_cannot_be_used_changes_nothing(
     monkeypatch.setenv("TEMPORAL_ADDRESS", ADDRESS)
     count = stand.count
     assert await stand.look() == str(count + 1)
+
+
+async def test_a_connection_that_is_refused_is_explained_and_replaced(stand: Stand) -> None:
+    stand.first.is_refused, stand.refusal = True, "worker.pem is of another CA"
+    with pytest.raises(ConfigError, match=r"worker\.pem is of another CA"):
+        await stand.look()
+    stand.ca.issue("worker")
+    stand.refusal = ""
+    assert await stand.look() == "3"
 
 
 async def test_an_end_that_is_near_is_said_once(

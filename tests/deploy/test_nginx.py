@@ -161,11 +161,8 @@ class Place:
             file.write_text(self.localize(find_block("toml", "# ~/.config/temporalio")))
         return {"TEMPORAL_CONFIG_FILE": str(file)}
 
-    def type(
-        self, *words: str, warm: bool = False, **environment: str
-    ) -> subprocess.CompletedProcess[str]:
-        state = "warm" if warm else "elsewhere"
-        given = {"RELAUNCH_STATE": str(self.folder / state), **environment}
+    def type(self, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        given = {"RELAUNCH_STATE": str(self.folder / "elsewhere"), **environment}
         if not any(name.startswith("TEMPORAL_") for name in environment):
             given |= self.profile()
         return subprocess.run(
@@ -248,9 +245,10 @@ def test_the_warm_process_uses_the_callers_configuration(place: Place) -> None:
     place.start("warm", [sys.executable, STARTER, "warm", str(place.folder / "warm")], {})
     wait_for("no socket", (place.folder / "warm" / "cli.sock").exists)
     try:
-        assert place.type("jobs", warm=True).returncode == 0
+        warm = {"RELAUNCH_STATE": str(place.folder / "warm")}
+        assert place.type("jobs", **warm).returncode == 0
         variables = use_tls(place.folder, "mallory", TEMPORAL_ADDRESS=place.address)
-        refused = place.type("jobs", warm=True, **variables)
+        refused = place.type("jobs", **warm, **variables)
         cold = place.type("jobs", RELAUNCH_NO_WARM="1", **variables)
         assert refused.returncode == 2 and "mallory.pem" in refused.stderr
         assert refused.stderr == cold.stderr
@@ -374,6 +372,15 @@ def test_a_worker_takes_a_new_certificate_while_a_job_runs(place: Place) -> None
             followed = place.type("follow", name, **bob)
             assert followed.returncode == 0, (followed, place.read("worker"))
         assert place.type("jobs").returncode == 2, "alice is of the old CA"
+        # The other order: refused first, replaced afterwards.
+        place.use_nginx()
+        refused = f"refused client certificate {own}"
+        wait_for("it is not said", lambda: refused in place.read("worker"))
+        place.ca.issue("worker-1")
+        wait_for("it is not taken", lambda: place.read("worker").count("connection uses") == 2)
+        assert place.type("submit", place.write_job("last")).returncode == 0
+        (place.folder / "last.end").touch()
+        place.wait_for_phase("last", "SUCCEEDED")
     finally:
         place.use_nginx()
 
