@@ -246,14 +246,23 @@ def test_the_warm_process_uses_the_callers_configuration(place: Place) -> None:
     wait_for("no socket", (place.folder / "warm" / "cli.sock").exists)
     try:
         warm = {"RELAUNCH_STATE": str(place.folder / "warm")}
+        before = count_faults_of_children(place.processes["warm"].pid)
         assert place.type("jobs", **warm).returncode == 0
         variables = use_tls(place.folder, "mallory", TEMPORAL_ADDRESS=place.address)
         refused = place.type("jobs", **warm, **variables)
         cold = place.type("jobs", RELAUNCH_NO_WARM="1", **variables)
         assert refused.returncode == 2 and "mallory.pem" in refused.stderr
         assert refused.stderr == cold.stderr
+        warm_pid = place.processes["warm"].pid
+        wait_for("no fork ran a command", lambda: count_faults_of_children(warm_pid) > before)
     finally:
         place.end("warm")
+
+
+def count_faults_of_children(pid: int) -> int:
+    """Return how many page faults the children of a process had that have ended."""
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    return int(stat.rpartition(")")[2].split()[8])
 
 
 @pytest.mark.parametrize(
