@@ -347,7 +347,8 @@ def explain_failure(
             "running server"
         )
     if "connection closed" in error or "ConnectionReset" in error or "BrokenPipe" in error:
-        if credentials.has_tls and credentials.certificate is None:
+        if credentials.has_tls and not credentials.certificate and not credentials.api_key_origin:
+            # How OpenSSL refuses in TLS 1.3: its alert comes together with the end.
             why = "it closed the connection"
             return ConfigError(_explain_certificate(server, why, credentials))
         accepts = f" that accepts {credentials.certificate}" if credentials.certificate else ""

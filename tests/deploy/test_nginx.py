@@ -29,7 +29,7 @@ from tests.tls import DAY, Authority, use_tls
 
 ROOT = Path(__file__).parents[2]
 NGINX, OPENSSL = shutil.which("nginx"), shutil.which("openssl")
-TIMEOUT = 200.0
+TIMEOUT = 400.0
 """Seconds: only something that hangs takes as long."""
 HOST = "temporal.example.com"
 KEY = "key-4711-of-all"
@@ -38,6 +38,7 @@ FLEET = "name: default\nbackend: local\nnodes:\n" + "".join(
 )
 pytestmark = [
     pytest.mark.long,
+    pytest.mark.timeout(1800),  # some are whole stories of processes that start
     pytest.mark.skipif(NGINX is None, reason="nginx is not installed"),
 ]
 
