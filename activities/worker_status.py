@@ -16,11 +16,15 @@ class WorkerStatusActivities:
         client: Client,
         unusable: Callable[[], tuple[UnusableFile, ...]],
         heartbeats: Callable[[], tuple[HeartbeatStatus, ...]],
+        expiry: Callable[[], str] = str,
     ) -> None:
         self._client = client
         self._unusable = unusable
         self._heartbeats = heartbeats
+        self._expiry = expiry
 
     @activity.defn
     async def read_worker_status(self) -> WorkerStatus:
-        return WorkerStatus(self._client.identity, self._unusable(), self._heartbeats())
+        return WorkerStatus(
+            self._client.identity, self._unusable(), self._heartbeats(), self._expiry()
+        )

@@ -1,7 +1,8 @@
 """How starter and worker reach Temporal: address, data converter, and required namespace setup.
 
 The address is never guessed: without TEMPORAL_ADDRESS and without an `up` running on this state
-folder, there is no connection.
+folder, there is no connection. The server of an `up` is reached without TLS, API key or a namespace
+of the configuration: it has none of them, and they are for another server.
 """
 
 from __future__ import annotations
@@ -11,16 +12,24 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relaunch.config import ConfigError
+from relaunch.credentials import (
+    CONFIG_FILE,
+    Credentials,
+    ServerUnavailable,
+    explain_answer,
+    explain_failure,
+    read_credentials,
+)
 
 if TYPE_CHECKING:
     from temporalio.client import Client
     from temporalio.converter import DataConverter
-    from temporalio.envconfig import ClientConnectConfig
+    from temporalio.service import RPCError
 
 UP_FILE = "up.json"
 CONNECT_TIMEOUT_S = 10.0
@@ -112,17 +121,17 @@ def read_configured_address() -> str | None:
         and not Path(home, "temporalio", "temporal.toml").exists()
     ):
         return None  # without the import, which would delay the start of ranks
-    return _read_configuration().get("target_host") or None
+    return read_credentials().config.get("target_host") or None
 
 
-def _read_configuration() -> ClientConnectConfig:
-    from temporalio.envconfig import ClientConfig
+def make_embedded_environment(address: str) -> dict[str, str]:
+    """Return this process's environment with Temporal's configuration replaced, for children.
 
-    try:
-        return ClientConfig.load_client_connect_config()
-    except Exception as error:
-        # The SDK's ConfigError is a bare Exception subclass of its native part.
-        raise ConfigError(f"the Temporal configuration cannot be used: {error}") from None
+    They reach the server at that address, which is one of `up`, and nothing of the configuration
+    for another server counts.
+    """
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("TEMPORAL_")}
+    return {**ours, "TEMPORAL_ADDRESS": address, CONFIG_FILE: os.devnull}
 
 
 def write_up(state: Path, address: str, ui: str, backends: Mapping[str, str]) -> None:
@@ -136,13 +145,16 @@ def write_up(state: Path, address: str, ui: str, backends: Mapping[str, str]) ->
 async def connect(state: Path, address: str | None = None) -> Client:
     """Connect to the server of Temporal's own configuration, or to the `up` that runs on `state`.
 
-    Raises:
-        ConfigError: no server is named, none answers, or the configuration cannot be used.
-    """
-    from temporalio.client import Client
+    Args:
+        state: The state folder.
+        address: That of a server of `up`, instead.
 
-    config = _read_configuration()
-    target = address or config.get("target_host")
+    Raises:
+        ConfigError: no server is named, none answers, the configuration cannot be used, or the
+            server refuses what it has. ServerUnavailable, if that may change by itself.
+    """
+    credentials = Credentials({}) if address else read_credentials()
+    target = address or credentials.config.get("target_host")
     if not target:
         up = find_running_up(state)
         if up is None:
@@ -150,23 +162,41 @@ async def connect(state: Path, address: str | None = None) -> Client:
                 f"no server: TEMPORAL_ADDRESS is not set and no `relaunch up` runs on {state};"
                 " start one in another terminal"
             )
-        target = up.address
+        target, credentials = up.address, Credentials({})
+    return await connect_with(credentials, target)
+
+
+async def connect_with(credentials: Credentials, target: str) -> Client:
+    """Connect to a server; raises as `connect` does."""
+    from temporalio.client import Client
+
+    config = credentials.config.copy()
     config["target_host"] = target
     try:
         return await asyncio.wait_for(
             Client.connect(**config, data_converter=data_converter()), CONNECT_TIMEOUT_S
         )
     except TimeoutError:
-        raise ConfigError(
+        raise ServerUnavailable(
             f"the Temporal server at {target} did not answer within {CONNECT_TIMEOUT_S:g} s"
         ) from None
     except (RuntimeError, ValueError) as error:
-        # the SDK raises these for refused, unresolvable and malformed addresses
-        cause = str(error).splitlines()[0]
-        raise ConfigError(
-            f"the Temporal server at {target} cannot be reached: {cause};"
-            " expected the host:port of a running server"
-        ) from None
+        # the SDK raises these for refused, unresolvable and malformed addresses, and for TLS
+        raise explain_failure(str(error), target, credentials, datetime.now(UTC)) from None
+
+
+def explain_refusal(error: RPCError) -> ConfigError:
+    """Return the sentence for a call that the server, or a proxy before it, refused."""
+    try:
+        credentials = read_credentials()
+    except ConfigError:  # its file was removed since this process connected
+        credentials = Credentials({})
+    code = error.status.name.title().replace("_", "")
+    target = credentials.config.get("target_host")
+    found = explain_answer(code, error.message, target, credentials) if target else None
+    return found or ConfigError(
+        f"the Temporal server refused the request: {error.message} ({error.status.name})"
+    )
 
 
 async def read_server_id(client: Client) -> str:

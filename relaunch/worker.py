@@ -21,7 +21,7 @@ from typing import Any
 
 from temporalio.client import Client
 from temporalio.runtime import PrometheusConfig, Runtime, TelemetryConfig
-from temporalio.service import RPCError
+from temporalio.service import RPCError, RPCStatusCode
 from temporalio.worker import (
     PollerBehavior,
     PollerBehaviorAutoscaling,
@@ -56,10 +56,12 @@ from relaunch.config import (
     find_trace_endpoint,
     read_settings,
 )
+from relaunch.credentials import ServerUnavailable, read_credentials
 from relaunch.handover import Handover
 from relaunch.messages.workers import UnusableFile
+from relaunch.renewal import Renewal, make_renewable
 from relaunch.spec.fleet import DeadManSwitch, FleetSpec
-from relaunch.temporal import connect, ensure_namespace, read_server_id
+from relaunch.temporal import connect, ensure_namespace, explain_refusal, read_server_id
 from relaunch.text import count_noun
 from relaunch.workflows.fleet.workflow import Fleet
 from relaunch.workflows.node_repair.workflow import NodeRepair
@@ -81,6 +83,10 @@ KEPT_FLEETS = "served-fleets"
 """Folder, in the state folder, of copies of the fleet files as they were last served."""
 TAKE_OVER_INTERVAL_S = 2.0
 """Seconds between two looks for workers on the same state folder that were killed."""
+CONNECT_INTERVAL_S = 2.0
+"""Seconds between two tries to reach a server that is away when the worker starts."""
+AWAY = (RPCStatusCode.UNAVAILABLE, RPCStatusCode.DEADLINE_EXCEEDED, RPCStatusCode.CANCELLED)
+"""What a call gets from a server that is not there, or only starts."""
 SDK_THREADS = "TOKIO_WORKER_THREADS"
 M_ARENA_MAX = -8
 """Of mallopt(3)."""
@@ -339,6 +345,7 @@ def make_worker(
     build: str | None = None,
     running: RunningWatches | None = None,
     pinger: Pinger | None = None,
+    renewal: Renewal | None = None,
     *,
     is_near: bool = False,
 ) -> Worker:
@@ -390,7 +397,10 @@ def make_worker(
             people.deliver_notices,
             people.send_test,
             WorkerStatusActivities(
-                client, fleets.list_unusable, pinger.list_status
+                client,
+                fleets.list_unusable,
+                pinger.list_status,
+                renewal.describe_expiry if renewal else str,
             ).read_worker_status,
             logs.read_logs,
             logs.read_stacks,
@@ -426,9 +436,11 @@ async def serve(settings: Settings, build: str | None, is_near: bool = False) ->
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     fleets = make_fleets(settings)
-    client = await connect(settings.state)
-    await ensure_namespace(client)
-    fleets.set_server(await read_server_id(client))
+    reached = await _reach_server(settings, stop)
+    if reached is None:
+        return
+    client, renewal = reached
+    fleets.set_server(renewal.server)
     background = [
         asyncio.create_task(one)
         for one in (
@@ -446,7 +458,10 @@ async def serve(settings: Settings, build: str | None, is_near: bool = False) ->
     traces = _trace_incidents(settings)
     others: list[asyncio.Task[None]] = []
     try:
-        async with make_worker(client, settings, fleets, build, running, pinger, is_near=is_near):
+        async with make_worker(
+            client, settings, fleets, build, running, pinger, renewal, is_near=is_near
+        ) as worker:
+            others.append(asyncio.create_task(_renew(renewal, worker)))
             others.append(asyncio.create_task(_take_over_watches(client, running)))
             others.append(asyncio.create_task(_ping(pinger)))
             if settings.metrics:
@@ -471,6 +486,38 @@ async def serve(settings: Settings, build: str | None, is_near: bool = False) ->
         if traces is not None:
             await asyncio.to_thread(traces.close)
         await fleets.close()
+
+
+async def _reach_server(settings: Settings, stop: asyncio.Event) -> tuple[Client, Renewal] | None:
+    """Connect, and prepare the namespace; wait for as long as the server is away.
+
+    Return None if this process has to end before that.
+
+    Raises:
+        ConfigError: the server refuses this worker, or its configuration cannot be used.
+    """
+    log = logging.getLogger("relaunch")
+    last = ""
+    while not stop.is_set():
+        try:
+            credentials = read_credentials()
+            client = make_renewable(await connect(settings.state))
+            await ensure_namespace(client)
+            server = await read_server_id(client)
+            return client, Renewal(client, settings.state, credentials, server)
+        except ServerUnavailable as error:
+            reason = str(error)
+        except RPCError as error:
+            refusal = explain_refusal(error)
+            if not isinstance(refusal, ServerUnavailable) and error.status not in AWAY:
+                raise refusal from None
+            reason = str(refusal)
+        if reason != last:
+            log.warning("%s; this worker tries again every %g s", reason, CONNECT_INTERVAL_S)
+            last = reason
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), CONNECT_INTERVAL_S)
+    return None
 
 
 def _trace_incidents(settings: Settings) -> TraceSender | None:
@@ -530,6 +577,14 @@ async def _ping(pinger: Pinger) -> None:
         await pinger.run()
     except Exception:
         logging.getLogger("relaunch").exception("no dead man's switch is requested any more")
+
+
+async def _renew(renewal: Renewal, worker: Worker) -> None:
+    """Take new certificates. An error ends that, as `doctor` shows in time, not the worker."""
+    try:
+        await renewal.run(worker)
+    except Exception:
+        logging.getLogger("relaunch").exception("replaced certificates are not taken any more")
 
 
 def _make_background_tasks(

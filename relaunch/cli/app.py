@@ -89,6 +89,13 @@ def up(
     workers: Annotated[
         int, typer.Option(min=0, help="How many workers, each for RELAUNCH_JOBS jobs.")
     ] = 1,
+    ip: Annotated[
+        str,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Where server and web UI listen; loopback only, because they have no TLS.",
+        ),
+    ] = "127.0.0.1",
     attended: Annotated[bool, typer.Option(hidden=True)] = False,
     attended_job: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
@@ -100,15 +107,16 @@ def up(
     from relaunch.cli.backup import describe_restored
 
     settings = read_settings(state=state)
+    service.check_host(ip)
     fleets = tuple(fleet or settings.fleets)
     known = [files.read_fleet(path) for path in fleets]
     lock = service.prepare_state(settings.state)
     if (restored := describe_restored(settings.state)) is not None:
         say(restored)
         workers = 0
-    chosen = service.choose_port("--port", port)
+    chosen = service.choose_port("--port", port, ip)
     ui = service.choose_port(
-        "--ui-port", ui_port if ui_port is not None else chosen + 1000 if port else 0
+        "--ui-port", ui_port if ui_port is not None else chosen + 1000 if port else 0, ip
     )
     with lock:
         if not fleets:
@@ -126,6 +134,7 @@ def up(
                     workers,
                     settings.metrics,
                     settings.temporal_bin,
+                    ip,
                 ),
                 say,
                 attended=attended,
@@ -424,10 +433,10 @@ def list_jobs(
     from relaunch.cli import jobs, tables
 
     if web:
-        from relaunch.cli.web_views import find_web_ui, list_links, web_lines
+        from relaunch.cli.web_views import list_links, require_web_ui, web_lines
 
         async def find(client: Client, settings: Settings) -> tuple[str, str]:
-            return find_web_ui(client, settings), client.namespace
+            return require_web_ui(client, settings), client.namespace
 
         where = run_with_client(find)
         print_json(dict(list_links(*where))) if as_json else print("\n".join(web_lines(*where)))
@@ -889,6 +898,8 @@ def main() -> int:
         service = sys.modules.get("temporalio.service")
         if service is None or not isinstance(error, service.RPCError):
             raise
-        say(f"the Temporal server refused the request: {error.message} ({error.status.name})")
+        from relaunch.temporal import explain_refusal
+
+        say(printable(str(explain_refusal(error)), MAX_SENTENCE))
         return BAD_INPUT
     return 0

@@ -12,6 +12,12 @@ from temporalio.service import RPCError, RPCStatusCode
 from relaunch.builds import Build, RunningWorkflow, list_running, read_builds
 from relaunch.cli.upgrade import describe_build, read_task, read_task_failure
 from relaunch.cli.worker_status import read_statuses
+from relaunch.credentials import (
+    describe_expiry,
+    find_expiry,
+    read_credentials,
+    read_server_expiry,
+)
 from relaunch.messages.ids import FLEET_ID_PREFIX
 from relaunch.text import count_noun, format_time, join_names
 
@@ -48,6 +54,7 @@ async def examine_service(client: Client, task_queue: str) -> list[Check]:
     server = f"{address}, namespace {client.namespace}, Temporal {info.server_version}"
     found = [Check("server", server)]
     now = datetime.now(UTC)
+    found += await asyncio.to_thread(examine_certificates, address, now)
     builds = await read_builds(client, task_queue)
     if builds.current is None:
         found.append(
@@ -73,8 +80,47 @@ async def examine_service(client: Client, task_queue: str) -> list[Check]:
     if workers or any(build.has_worker(now) for build in builds.known):
         found += examine_files(workers)
         found += examine_heartbeats(workers, {one.id for one in running})
+        found += [
+            Check(
+                "certificates",
+                f"{one.certificate_expiry}, of worker {one.worker}",
+                "replace it there; the worker takes the new one within a minute",
+            )
+            for one in workers
+            if one.certificate_expiry
+        ]
     if not any(tasks):
         found.append(Check("workflows", f"{len(running)} run, and none of their tasks fails"))
+    return found
+
+
+def examine_certificates(address: str, now: datetime) -> list[Check]:
+    """Return a check for each certificate on the way to the server that has ended or ends soon, and
+    one if TLS is used and none does."""
+    credentials = read_credentials()
+    if credentials.config.get("target_host") != address or not credentials.has_tls:
+        return []
+    ends = [
+        (one, action)
+        for one, action in (
+            (find_expiry(credentials), "replace it; the next command uses the new one"),
+            (
+                read_server_expiry(address, credentials.server_name),
+                "the server, or the proxy before it, needs a new one",
+            ),
+        )
+        if one is not None
+    ]
+    found = [
+        Check("certificates", text, action)
+        for one, action in ends
+        if (text := describe_expiry(one, now))
+    ]
+    if not found and ends:
+        first = min((one for one, _ in ends), key=lambda one: one.at)
+        found.append(
+            Check("certificates", f"the first to end is {first.item}: {format_time(first.at)}")
+        )
     return found
 
 

@@ -73,12 +73,10 @@ def nodes_show(
     from relaunch.pool.tenants import tenants
 
     async def work(client: Client, settings: Settings) -> tuple[FleetState, str | None]:
-        from relaunch.temporal import find_running_up
+        from relaunch.cli.web_views import find_web_ui
 
-        up = find_running_up(settings.state)
-        # TEMPORAL_ADDRESS may name another server than the `up` of this state folder.
-        ours = up is not None and client.service_client.config.target_host == up.address
-        web = node_pages.workflow_address(up.ui, client.namespace) if up and ours else None
+        ui = find_web_ui(client, settings)
+        web = node_pages.workflow_address(ui, client.namespace) if ui else None
         return await fleets.read(client, settings.task_queue, fleet), web
 
     state, web = run_with_client(work)

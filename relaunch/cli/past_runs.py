@@ -16,7 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from relaunch.cli.terminal import Value, check_name, run_with_client, say
 from relaunch.config import Settings, read_settings
-from relaunch.temporal import connect, find_running_up
+from relaunch.temporal import (
+    connect,
+    find_running_up,
+    make_embedded_environment,
+    read_configured_address,
+)
 
 if TYPE_CHECKING:
     from temporalio.client import Client
@@ -54,7 +59,7 @@ def find_folder(settings: Settings, job: str) -> Path | None:
         ConfigError: No job can have that name.
     """
     folder = settings.state / "runs" / check_name("job", job)
-    is_shared = bool(os.environ.get("TEMPORAL_ADDRESS")) or find_running_up(settings.state)
+    is_shared = read_configured_address() is not None or find_running_up(settings.state)
     return folder if not is_shared and (folder / "temporal.db").exists() else None
 
 
@@ -102,14 +107,13 @@ def _run_worker(folder: Path, address: str, fleet: Path) -> Iterator[None]:
     from relaunch.cli.service import RELAUNCH, STOP_TIMEOUT, die_with_parent
 
     settings = {
-        "TEMPORAL_ADDRESS": address,
         "RELAUNCH_STATE": str(folder.resolve()),
         "RELAUNCH_FLEETS": str(fleet.resolve()),
     }
     with (folder / "worker.log").open("ab") as log:
         worker = subprocess.Popen(
             [*RELAUNCH, "worker"],
-            env={**os.environ, **settings},
+            env={**make_embedded_environment(address), **settings},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

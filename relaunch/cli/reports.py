@@ -152,14 +152,12 @@ def _link(
     client: Client, settings: Settings, name: str, histories: Sequence[WorkflowHistory]
 ) -> EventLinks | None:
     from relaunch.cli.node_pages import workflow_address
-    from relaunch.temporal import find_running_up
+    from relaunch.cli.web_views import find_web_ui
 
-    up = find_running_up(settings.state)
-    # TEMPORAL_ADDRESS may name another server than the `up` of this state folder.
-    if up is None or client.service_client.config.target_host != up.address:
+    if (ui := find_web_ui(client, settings)) is None:
         return None
     id_ = quote(f"{WORKFLOW_ID_PREFIX}{name}", safe="")
-    root = f"{workflow_address(up.ui, client.namespace)}/{id_}"
+    root = f"{workflow_address(ui, client.namespace)}/{id_}"
     times, pages = [], []
     for history in histories:
         for event in history.events:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import ctypes
 import fcntl
+import ipaddress
 import os
 import shutil
 import signal
@@ -26,11 +27,17 @@ from typing import IO
 from relaunch.cli.database import DATABASE, check_database, note_writer
 from relaunch.config import ConfigError
 from relaunch.messages.jobs import CancelMessage
-from relaunch.temporal import UP_FILE, connect, ensure_namespace, write_up
+from relaunch.temporal import (
+    UP_FILE,
+    connect,
+    ensure_namespace,
+    make_embedded_environment,
+    write_up,
+)
 
 RELAUNCH = (sys.executable, "-P", str(Path(__file__).resolve().parents[1] / "__main__.py"))
 """The command line of this very package. -P keeps the folder of that file off the module path."""
-HOST = "127.0.0.1"  # the embedded server has neither TLS nor users
+HOST = "127.0.0.1"
 LOCAL_NODES = 16
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.5, 10.0
 STEADY_AFTER = 30.0
@@ -91,14 +98,16 @@ class Service:
     """host:port of the first worker's metrics; each further worker has the next port."""
     temporal: Path | None = None
     """The server's program; None: see `find_server`."""
+    host: str = HOST
+    """The address on which server and web UI listen."""
 
     @property
     def address(self) -> str:
-        return f"{HOST}:{self.port}"
+        return f"{self.host}:{self.port}"
 
     @property
     def ui(self) -> str:
-        return f"http://{HOST}:{self.ui_port}"
+        return f"http://{self.host}:{self.ui_port}"
 
 
 def find_server(chosen: Path | None = None) -> Path:
@@ -146,13 +155,33 @@ def prepare_state(state: Path) -> IO[str]:
     return lock
 
 
-def choose_port(option: str, port: int) -> int:
+def check_host(address: str) -> str:
+    """Return an address on which server and web UI may listen: one of this machine's loopback.
+
+    Temporal's development server has neither TLS nor users, and starts what it is asked to.
+
+    Raises:
+        ConfigError: It is another address.
+    """
+    try:
+        is_loopback = ipaddress.IPv4Address(address).is_loopback
+    except ValueError:
+        is_loopback = False
+    if not is_loopback:
+        raise ConfigError(
+            f"--ip is {address!r}: expected an address in 127.0.0.0/8, because the server of `up` "
+            "has neither TLS nor users; docs/operations.md has a proxy with TLS to put before it"
+        )
+    return address
+
+
+def choose_port(option: str, port: int, host: str = HOST) -> int:
     """Return a port that is free now; 0 requests any free port."""
     with socket.socket() as probe:
         # Bind as the server will: the remains of closed connections do not matter, a listener does.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((HOST, port))
+            probe.bind((host, port))
         except OSError as error:
             raise ConfigError(
                 f"port {port} cannot be used: {error.strerror}; choose another with {option}"
@@ -276,8 +305,7 @@ async def serve(
 
 def _make_environment(service: Service) -> dict[str, str]:
     return {
-        **os.environ,
-        "TEMPORAL_ADDRESS": service.address,
+        **make_embedded_environment(service.address),
         "RELAUNCH_STATE": str(service.state.resolve()),
         "RELAUNCH_FLEETS": os.pathsep.join(str(path.resolve()) for path in service.fleets),
     }
@@ -306,7 +334,7 @@ def _announce_workers(service: Service) -> str:
 
 
 def _make_server_command(service: Service, program: Path) -> list[str]:
-    ports = ["--ip", HOST, "--port", str(service.port), "--ui-port", str(service.ui_port)]
+    ports = ["--ip", service.host, "--port", str(service.port), "--ui-port", str(service.ui_port)]
     database = ["--db-filename", str(service.state / DATABASE)]
     partitions = ONE_PARTITION if has_one_partition(service.state) else ()
     options = [word for pair in (*SERVER_OPTIONS, *EMBEDDED_OPTIONS, *partitions) for word in pair]

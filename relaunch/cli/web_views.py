@@ -31,11 +31,11 @@ COLUMNS_KEY = "namespace-workflow-table-columns"
 """Where UI 2.54 keeps its columns in the browser, by namespace."""
 
 
-def find_web_ui(client: Client, settings: Settings) -> str:
-    """Return the address of the web UI of the server that the client reaches.
+def find_web_ui(client: Client, settings: Settings) -> str | None:
+    """Return the address of the web UI of the server that the client reaches; None: not known.
 
-    Raises:
-        ConfigError: It is not known.
+    That of a server which is not the `up` of this state folder follows from no address: it may be
+    behind another proxy than the server.
     """
     from relaunch.temporal import find_running_up
 
@@ -43,11 +43,20 @@ def find_web_ui(client: Client, settings: Settings) -> str:
     # TEMPORAL_ADDRESS may name another server than the `up` of this state folder.
     if up is not None and client.service_client.config.target_host == up.address:
         return up.ui
-    if settings.web_ui:
-        return settings.web_ui.rstrip("/")
-    raise ConfigError(
-        "the address of the web UI is not known: set RELAUNCH_WEB_UI, such as http://ui:8080"
-    )
+    return settings.web_ui.rstrip("/") if settings.web_ui else None
+
+
+def require_web_ui(client: Client, settings: Settings) -> str:
+    """Return the address of the web UI.
+
+    Raises:
+        ConfigError: It is not known.
+    """
+    if (found := find_web_ui(client, settings)) is None:
+        raise ConfigError(
+            "the address of the web UI is not known: set RELAUNCH_WEB_UI, such as http://ui:8080"
+        )
+    return found
 
 
 def list_links(ui: str, namespace: str) -> Iterator[tuple[str, str]]:

@@ -38,3 +38,6 @@ class WorkerStatus:
     """Its identity."""
     unusable_files: tuple[UnusableFile, ...] = ()
     heartbeats: tuple[HeartbeatStatus, ...] = ()
+    certificate_expiry: str = ""
+    """A sentence about a certificate of its connection to the server that has ended or ends within
+    14 days; empty: none does."""

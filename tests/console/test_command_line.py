@@ -72,6 +72,7 @@ async def place(bare: Place) -> AsyncIterator[Place]:
         (("show", "llama"), ("no server", "relaunch up")),
         (("up", "--port", "PORT"), ("port PORT", "--port")),
         (("up", "--ui-port", "PORT", "--port", "0"), ("port PORT", "--ui-port")),
+        (("up", "--ip", "0.0.0.0"), ("--ip is '0.0.0.0'", "127.0.0.0/8", "TLS")),
         (("up", "--fleet", "job.yaml"), ("job.yaml:2: ", "comand")),
         (("up", "--state", "job.yaml/state"), ("state folder job.yaml/state",)),
         (("run", "--", "true"), ("state folder .relaunch/runs",)),
