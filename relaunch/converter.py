@@ -26,12 +26,25 @@ there either. The server refuses payloads above 2 MiB: the state of 10,000 nodes
 10 MiB of JSON, or 0.6 compressed (docs/decisions/0050-one-workflow-per-fleet.md)."""
 MAX_DECOMPRESSED_BYTES = 64 * 1024 * 1024
 """More is not read: a payload that claims to be larger was not written by relaunch."""
+MAX_VALUES = 4_000_000
+"""Most values of a payload, as a count of its commas and brackets: ten times those of the largest
+state. 64 MiB of empty lists are 60 KiB compressed, and gigabytes of objects."""
+MAX_MESSAGE_VALUES = 500_000
+"""The same for a payload whose type is not known before it is read, such as a signal's."""
 COMPRESSED = b"json/zlib"
 
 
 @cache
 def _make_adapter(hint: Any) -> TypeAdapter[Any]:
     return TypeAdapter(hint)
+
+
+def _check_values(data: bytes, most: int) -> None:
+    """Raises:
+    ValueError: JSON has more values than `most`, as far as that is seen without reading it.
+    """
+    if len(data) > most and data.count(b",") + data.count(b"[") + data.count(b"{") > most:
+        raise ValueError(f"a payload has more than {most:,} values")
 
 
 class _JsonConverter(PydanticJSONPlainPayloadConverter):
@@ -45,7 +58,9 @@ class _JsonConverter(PydanticJSONPlainPayloadConverter):
     def from_payload(self, payload: Payload, type_hint: type | None = None) -> Any:
         # A newer release may have written it: fields that are not known here are left out, so that
         # jobs can return to this one. Files and messages of people are checked elsewhere.
-        adapter = _make_adapter(Any if type_hint is None else type_hint)
+        hint = Any if type_hint is None else type_hint
+        _check_values(payload.data, MAX_MESSAGE_VALUES if hint is Any else MAX_VALUES)
+        adapter = _make_adapter(hint)
         return adapter.validate_json(payload.data, extra="ignore")
 
 

@@ -15,9 +15,11 @@ from temporalio.common import RetryPolicy
 from temporalio.exceptions import ActivityError
 
 with workflow.unsafe.imports_passed_through():
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import TypeAdapter
 
     from relaunch.activities.notify import PeopleActivities
+    from relaunch.messages.bounds import MAX_TEXT, bound_message
+    from relaunch.messages.jobs import explain
     from relaunch.messages.notices import (
         DeliverInput,
         Delivery,
@@ -119,9 +121,9 @@ class Notifier:
     @workflow.signal(description="Notices to be sent to people. Only relaunch sends them.")
     def post(self, notices: Any = None, *_more: Any) -> None:
         try:
-            self._inbox += NOTICES.validate_python(notices)
-        except ValidationError as error:
-            workflow.logger.warning("notices that cannot be read: %s", error)
+            self._inbox += NOTICES.validate_python(bound_message(notices, MAX_TEXT))
+        except ValueError as error:
+            workflow.logger.warning("notices that cannot be read: %s", explain(error))
 
     @workflow.signal(
         description="Another build of relaunch is to work for this workflow. Only relaunch sends"
