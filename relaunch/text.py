@@ -23,7 +23,7 @@ SEQUENCES = re.compile(
 )
 """Escape sequences of terminals: colours, movements, titles, links and the like."""
 _CONTROL = re.compile(f"[{CONTROLS}]")
-_MARKUP = re.compile(r"[\\`*_\[\]<>&~|]")
+_MARKUP = re.compile(r"[\\*_\[\]<~]|&(?=[#A-Za-z])")
 _MENTION = re.compile(r"@(?=(?:everyone|here|channel|all|group|room|team)\b)", re.IGNORECASE)
 
 NUMBERED = re.compile(r"(.*?)(\d+)", re.DOTALL)
@@ -122,7 +122,8 @@ def escape_markdown(text: str) -> str:
     """Return text as one line that Markdown shows as it is written: no link, picture, HTML,
     heading or emphasis comes of it.
 
-    An address that is written in full (`https://…`) is shown as a link to itself.
+    Backticks still mean code, in which nothing is a mark. An address that is written in full
+    (`https://…`) is shown as a link to itself.
     """
     line = _MARKUP.sub(_escape_mark, printable(text.strip(), len(text) * 10 + 1))
     if line[:1] in ("#", "+", "-", "=", ">") or _is_numbered(line):

@@ -63,6 +63,7 @@ with workflow.unsafe.imports_passed_through():
         WaitForNode,
     )
     from relaunch.spec.policy import Strategy
+    from relaunch.text import escape_markdown
     from relaunch.workflows.node_repair.orders import examine_node, read_terms, send_order
     from relaunch.workflows.node_repair.permits import Permits
     from relaunch.workflows.notifier.tell import tell_people
@@ -382,7 +383,7 @@ class NodeRepair:
             await workflow.wait_condition(
                 lambda: bool(self._inbox),
                 timeout=delay,
-                timeout_summary=summary[:MAX_TIMER_SUMMARY],
+                timeout_summary=escape_markdown(summary)[:MAX_TIMER_SUMMARY],
             )
         except TimeoutError:
             return False

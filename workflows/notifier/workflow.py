@@ -28,7 +28,7 @@ with workflow.unsafe.imports_passed_through():
         Outbox,
         format_subject,
     )
-    from relaunch.text import count_noun
+    from relaunch.text import count_noun, escape_markdown
     from relaunch.workflows.builds import continue_as_new, is_build_outdated
     from relaunch.workflows.notifier.outbox import find_wake, post, record_results, take
 
@@ -75,7 +75,7 @@ class Notifier:
                 start_to_close_timeout=DELIVERY_TIMEOUT,
                 schedule_to_close_timeout=GIVE_UP_TIMEOUT,
                 retry_policy=DELIVERY_RETRY,
-                summary=format_subject(self._fleet, notices)[:200],
+                summary=escape_markdown(format_subject(self._fleet, notices)[:150])[:200],
             )
         except ActivityError as error:
             workflow.logger.warning("a message was not sent: %s", error.cause or error)
@@ -146,8 +146,8 @@ def format_page(fleet: str, outbox: Outbox) -> str:
     ]
     for one in outbox.failing:
         lines.append(
-            f"- **{one.channel} FAILS** since {_format_time(one.since)}"
-            f" ({count_noun(one.failures, 'failure')}): {one.reason}"
+            f"- **{escape_markdown(one.channel)} FAILS** since {_format_time(one.since)}"
+            f" ({count_noun(one.failures, 'failure')}): {escape_markdown(one.reason)}"
         )
     if outbox.pending:
         lines.append(f"- {count_noun(len(outbox.pending), 'notice waits', 'notices wait')}")

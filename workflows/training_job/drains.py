@@ -11,6 +11,7 @@ from temporalio import workflow
 with workflow.unsafe.imports_passed_through():
     from relaunch.job.events import DrainDue
     from relaunch.job.state import NodeDrain, Phase
+    from relaunch.text import escape_markdown
     from relaunch.workflows.training_job.session import Session
 
 
@@ -36,7 +37,10 @@ class DrainTimers:
         session = self._session
         left = max(0.0, (drain.until - workflow.now()).total_seconds())
         await workflow.sleep(
-            left, summary=f"until {drain.node} has to be left: {drain.reason}"[:200]
+            left,
+            summary=escape_markdown(f"until {drain.node} has to be left: {drain.reason}"[:150])[
+                :200
+            ],
         )
         while True:  # repeat until it has left: another event of the same moment may be taken first
             await workflow.wait_condition(lambda: session.job.phase is Phase.RUNNING)
