@@ -122,10 +122,13 @@ def escape_markdown(text: str) -> str:
     """Return text as one line that Markdown shows as it is written: no link, picture, HTML,
     heading or emphasis comes of it.
 
-    Backticks still mean code, in which nothing is a mark. An address that is written in full
+    Backticks in pairs still mean code, in which nothing is a mark. Others become apostrophes: one
+    alone would end the next code of the page at its begin. An address that is written in full
     (`https://…`) is shown as a link to itself.
     """
     line = _MARKUP.sub(_escape_mark, printable(text.strip(), len(text) * 10 + 1))
+    if line.count("`") % 2 or "``" in line:
+        line = line.replace("`", "'")
     if line[:1] in ("#", "+", "-", "=", ">") or _is_numbered(line):
         number = len(line) - len(line.lstrip("0123456789"))
         return f"{line[:number]}\\{line[number:]}"

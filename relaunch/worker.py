@@ -602,7 +602,7 @@ class LogFormatter(logging.Formatter):
     Only what a traceback adds has further lines.
     """
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+    def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = printable(record.message, MAX_LOG_LINE)
         return super().formatMessage(record)
 

@@ -125,8 +125,8 @@ def find_reason(
 def repair_ids(repair: str) -> tuple[str, str]:
     """Return the ID of the repair's workflow, repair/FLEET/NODE, and its run ID, empty before it
     starts."""
-    kind, fleet, node, *run = repair.split("/")
-    return f"{kind}/{fleet}/{node}", "".join(run)
+    parts = repair.split("/")
+    return "/".join(parts[:3]), "".join(parts[3:])
 
 
 def row(record: NodeRecord, here: Sequence[Tenant]) -> dict[str, Any]:

@@ -36,12 +36,8 @@ class DrainTimers:
     async def _wait(self, drain: NodeDrain) -> None:
         session = self._session
         left = max(0.0, (drain.until - workflow.now()).total_seconds())
-        await workflow.sleep(
-            left,
-            summary=escape_markdown(f"until {drain.node} has to be left: {drain.reason}"[:150])[
-                :200
-            ],
-        )
+        until = f"until {drain.node} has to be left: {drain.reason}"[:150]
+        await workflow.sleep(left, summary=escape_markdown(until)[:200])
         while True:  # repeat until it has left: another event of the same moment may be taken first
             await workflow.wait_condition(lambda: session.job.phase is Phase.RUNNING)
             session.post(DrainDue(drain.node))
