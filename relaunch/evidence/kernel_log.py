@@ -147,7 +147,8 @@ def read_kernel_log(lines: Iterable[str], catalog: Catalog) -> tuple[Finding, ..
     read = [
         found
         for line in lines
-        if is_kernel_evidence(line) and (found := _read_line(escape_controls(line[:MAX_LINE]), catalog))
+        if is_kernel_evidence(line)
+        and (found := _read_line(escape_controls(line[:MAX_LINE]), catalog))
     ]
     of_gpu: dict[str, list[int]] = {}
     for index, each in enumerate(read):

@@ -27,11 +27,10 @@ class MessageError(ValueError):
 
 def bound_message(raw: Any, longest: int = MAX_REASON) -> Any:
     """Return a message as it is taken: each text is one line of at most `longest` characters, with
-    control characters as escapes.
+    control characters as escapes, each whole number has 64 bits, and none is infinite.
 
     Raises:
-        MessageError: It has more values or levels than any that relaunch sends, or a number that
-            cannot be stored.
+        MessageError: It has more values or levels than any that relaunch sends.
     """
     return _Copy(longest).copy(raw, 0)
 
@@ -60,9 +59,8 @@ class _Copy:
             case list() | tuple():
                 return [self.copy(inner, depth + 1) for inner in value]
             case float() if not math.isfinite(value):
-                raise MessageError(f"the number {value}: expected finite ones")
+                return None
             case int() if abs(value) > MAX_NUMBER:
-                bits = value.bit_length()
-                raise MessageError(f"a number of {bits} bits: expected at most 64")
+                return MAX_NUMBER if value > 0 else -MAX_NUMBER
             case _:
                 return value

@@ -146,9 +146,7 @@ class ApplyMessage(StrictModel):
 
 
 def claim_fact(raw: Any) -> FleetEvent:
-    claim = _CLAIM.validate_python(raw)
-    parse_name(claim.job)
-    return ClaimEvent(claim)
+    return ClaimEvent(_CLAIM.validate_python(raw))
 
 
 def fault_report_fact(raw: Any) -> FleetEvent:

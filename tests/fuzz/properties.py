@@ -82,9 +82,7 @@ def expect_page(page: str, honest: str = "") -> None:
     """Check that a page in Markdown has only what we put there, and no other headings than an
     honest one. A page that is too long ends earlier."""
     expect_text(page)
-    tokens = [
-        each for one in _MARKDOWN.parse(page) for each in (one, *(one.children or ()))
-    ]
+    tokens = [each for one in _MARKDOWN.parse(page) for each in (one, *(one.children or ()))]
     odd = [one for one in tokens if one.type not in INERT]
     assert not odd, f"{odd[0].type} ({odd[0].content!r}) in {page!r}"
     if honest:

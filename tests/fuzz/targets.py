@@ -180,7 +180,9 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 LONG_ALIAS = f"a: &a {'x' * 100_000}\nb: [{', '.join(['*a'] * 20_000)}]\n"
 
 
-@target(mutated_text(JOB, FLEET, POLICY), BOMB, LONG_ALIAS, "[" * 20_000, "{a: " * 3000, "? " * 3000)
+@target(
+    mutated_text(JOB, FLEET, POLICY), BOMB, LONG_ALIAS, "[" * 20_000, "{a: " * 3000, "? " * 3000
+)
 def check_document(text: str) -> None:
     with refused():
         # Aliases may make that many values of few characters.
@@ -227,7 +229,9 @@ def check_event_file(text: str) -> None:
 SETTINGS = 'task_queue = "relaunch"\njobs = 100\nfleets = ["a.yaml"]\nlog_level = "INFO"\n'
 
 
-@target(mutated_text(SETTINGS), "a = " + "[" * 20_000, "a = " + "9" * 5000, "a" + ".a" * 5000 + "=1")
+@target(
+    mutated_text(SETTINGS), "a = " + "[" * 20_000, "a = " + "9" * 5000, "a" + ".a" * 5000 + "=1"
+)
 def check_settings_file(text: str) -> None:
     with written(text) as path, environment({"RELAUNCH_SETTINGS": str(path)}), refused():
         bounded(2000 + len(text), read_settings)
@@ -266,7 +270,9 @@ def check_environment_file(content: bytes) -> None:
         assert parse_environment(serialize_environment(found)) == found
 
 
-SSH_CONFIG = "Host n*\n  User root\n  Port 22\n  ProxyJump a@b:22\nMatch host x\n  IdentityFile ~/k\n"
+SSH_CONFIG = (
+    "Host n*\n  User root\n  Port 22\n  ProxyJump a@b:22\nMatch host x\n  IdentityFile ~/k\n"
+)
 
 
 @target(mutated_text(SSH_CONFIG))
@@ -387,7 +393,13 @@ CLAIM = {
 FAULTS = {
     **{"job": "llama", "submission": 1},
     "suspects": [
-        {"node": "n1", "at": "2030-01-01T00:00:00Z", "generation": 1, "cause": "HANG", "reason": "r"}
+        {
+            "node": "n1",
+            "at": "2030-01-01T00:00:00Z",
+            "generation": 1,
+            "cause": "HANG",
+            "reason": "r",
+        }
     ],
 }
 WANTED = {
@@ -488,7 +500,8 @@ def check_explained_log(text: str) -> None:
     for kind in ("log", "kernel", "dcgm"):
         with written(text) as path, refused():
             explanation = bounded(
-                len(text) + 2000, lambda kind=kind, path=path: explain.explain(kind, str(path), None, None)  # type: ignore[misc]
+                len(text) + 2000,
+                lambda kind=kind, path=path: explain.explain(kind, str(path), None, None),  # type: ignore[misc]
             )
             shown = io.StringIO()
             with contextlib.redirect_stdout(shown), guard_output():
@@ -715,7 +728,9 @@ def check_task_event(body: str) -> None:
 # --- where people read it
 
 
-@target(hostile_text, *SNIPPETS, *(f"{one} x {other}" for one in ("`", "**", "_") for other in "`*_"))
+@target(
+    hostile_text, *SNIPPETS, *(f"{one} x {other}" for one in ("`", "**", "_") for other in "`*_")
+)
 def check_texts(text: str) -> None:
     expect_text(printable(text), is_line=True)
     assert len(printable(text, 50)) <= 50
