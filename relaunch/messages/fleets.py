@@ -14,7 +14,7 @@ from pydantic import PlainSerializer, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from relaunch.fields import Duration, Reason, StrictModel, parse_name
-from relaunch.messages.bounds import MAX_REASON, MAX_TEXT, bound_message
+from relaunch.messages.bounds import MAX_REASON, MAX_TEXT, MessageError, bound_message
 from relaunch.messages.jobs import explain
 from relaunch.pool.events import (
     ClaimEvent,
@@ -34,10 +34,14 @@ from relaunch.pool.events import (
 from relaunch.pool.messages import Claim, FaultReport, PermitRequest
 from relaunch.pool.rounds import KnownNode
 from relaunch.pool.state import FleetState, NodeProbe
+from relaunch.text import printable
 
 DRAIN_TIMEOUT = timedelta(minutes=30)
 """Default time for a job to leave a node that a person drains: longer than most jobs need between
 two checkpoints."""
+
+MAX_ID_BYTES = 500
+"""Of a name that becomes part of a workflow id, which may have 1,000."""
 
 Said = TypeVar("Said")
 _STATE: TypeAdapter[FleetState] = TypeAdapter(FleetState)
@@ -146,7 +150,9 @@ class ApplyMessage(StrictModel):
 
 
 def claim_fact(raw: Any) -> FleetEvent:
-    return ClaimEvent(_CLAIM.validate_python(raw))
+    claim = _CLAIM.validate_python(raw)
+    _check_id(claim.job)
+    return ClaimEvent(claim)
 
 
 def fault_report_fact(raw: Any) -> FleetEvent:
@@ -158,7 +164,9 @@ def repair_began_fact(raw: Any) -> FleetEvent:
 
 
 def repair_wanted_fact(raw: Any) -> FleetEvent:
-    return PermitRequestEvent(_PERMIT_REQUEST.validate_python(raw))
+    request = _PERMIT_REQUEST.validate_python(raw)
+    _check_id(request.workflow)
+    return PermitRequestEvent(request)
 
 
 def repair_ended_fact(raw: Any) -> FleetEvent:
@@ -214,6 +222,15 @@ def read(name: str, message: Any, parse: Callable[[Any], Said]) -> Said | Malfor
         return parse(bound_message({} if message in (None, "") else message, MAX_TEXT))
     except ValueError as error:
         return MalformedMessage(name, explain(error))
+
+
+def _check_id(text: str) -> None:
+    """Refuse what cannot be part of a workflow id, to which the fleet would send its answer: the
+    server refuses the workflow task that does, again and again."""
+    if len(text.encode()) > MAX_ID_BYTES:
+        raise MessageError(
+            f"the id {printable(text, 60)} has more than {MAX_ID_BYTES} bytes: no workflow has it"
+        )
 
 
 def _wrong_node(name: str) -> str | None:

@@ -154,7 +154,7 @@ nodes: 2
 nproc_per_node: 2
 env: {A: b, SWITCH: on}
 progress: {log_pattern: 'step (?P<step>\\d+)'}
-policy: {extends: default, max_restarts: 3, causes: {HANG: [{strategy: RESTART_IN_PLACE, tries: 2}]}}
+policy: {extends: default, max_restarts: 3, causes: {HANG: [{strategy: ASK}]}}
 metadata: {annotations: {a: b}}
 """
 FLEET = """
