@@ -53,7 +53,7 @@ def test_a_damaged_payload_is_refused_in_a_sentence(data: bytes, says: str) -> N
         CONVERTER.from_payloads([compressed(data)])
 
 
-def test_a_state_may_be_longer_than_a_message_and_has_its_own_limit() -> None:
+def test_a_state_may_be_longer_than_a_message() -> None:
     state = compressed(zlib.compress(b'"' + b" " * MAX_MESSAGE_BYTES + b'"'))
     assert len(CONVERTER.from_payloads([state], [str])[0]) == MAX_MESSAGE_BYTES
     endless = compressed(zlib.compress(b" " * (MAX_DECOMPRESSED_BYTES + 1)))

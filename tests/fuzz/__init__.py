@@ -1,4 +1,4 @@
 """Hostile input, drawn by Hypothesis, for every parser of what comes in from outside.
 
-`python -m tests.fuzz` draws for as long as it is told; `test_targets.py` plays what was found.
+`python -m tests.fuzz --minutes N` draws; `test_targets.py` plays what was found.
 """

@@ -63,7 +63,7 @@ def test_the_cheapest_of_what_was_found_stays_mended(name: str, number: int) -> 
 # --- the properties themselves
 
 
-def test_a_parser_that_works_more_than_its_input_justifies_is_found() -> None:
+def test_a_parser_that_works_too_much_is_found() -> None:
     def work() -> None:
         for _ in range(100_000):
             len("")

@@ -66,12 +66,8 @@ def test_what_others_wrote_becomes_one_line() -> None:
 
 def test_every_character_that_is_no_text_is_a_control() -> None:
     known = re.compile(f"[{CONTROLS}]")
-    points = (
-        *range(0x3000),
-        *range(0xD700, 0x10000),
-        *range(0x11000, 0x1E000),
-        *range(0xE0000, 0xE0100),
-    )
+    blocks = ((0, 0x3000), (0xD700, 0x10000), (0x11000, 0x1E000), (0xE0000, 0xE0100))
+    points = (code for begin, end in blocks for code in range(begin, end))
     odd = [
         hex(code)
         for code in points
