@@ -662,6 +662,7 @@ def check_probe(facts: Any) -> None:
     "[" * 20_000,
     '{"a":' * 5000,
     "{" * 20_000 + "}" * 20_000,
+    '{"DCGM GPU Diagnostic": ' + "[" * 400 + "1, " * 20_000 + "x",
 )
 def check_dcgm_output(text: str) -> None:
     examination = bounded(len(text) + 4000, lambda: read_diag(text, 226))
