@@ -22,6 +22,7 @@ from urllib.parse import unquote, urlsplit
 
 from relaunch.spec.fleet import Channel, check_http_address
 from relaunch.spec.job import SecretReference
+from relaunch.text import mute_markup
 
 SEND_TIMEOUT_S = 10.0
 """For one message to one channel, after those before it. A receiver should only store it."""
@@ -228,7 +229,12 @@ def _send_apprise(channel: Channel, message: Message) -> None:
     capture: Any = apprise.LogCapture
     with capture(level=logging.WARNING, fmt="%(message)s") as log:
         is_valid = sender.add(url)
-        is_sent = is_valid and sender.notify(title=message.subject, body=message.text)
+        # Without a format, apprise sends a text as the HTML of a mail, and as markup to chats.
+        is_sent = is_valid and sender.notify(
+            title=mute_markup(message.subject),
+            body=mute_markup(message.text),
+            body_format=apprise.NotifyFormat.TEXT,
+        )
         lines = log.getvalue().splitlines()
     if not is_valid:
         raise ChannelError("apprise does not know an address like this one")

@@ -1,6 +1,7 @@
 """Converts the agent's JSON to observations.
 
-A part that cannot be read is reported as unreadable, never left out.
+A part that cannot be read is reported as unreadable, never left out. Of what ranks and nodes wrote,
+only text is kept: no escape sequence or control character reaches a job's state.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from relaunch.evidence.observations import (
 )
 from relaunch.evidence.rank_log import TAIL_LINES
 from relaunch.job.launchers import RankFailure, parse_failures
+from relaunch.text import printable, strip_sequences
 
 MESSAGE_LIMIT = 2000
+TAIL_LINE = 500
 TRACEBACK_LIMIT = 8000
 """Characters. A traceback is cut at its start; sixteen of them must stay far below 256 KiB."""
 KERNEL_LINES, KERNEL_LINE = 20, 400
@@ -67,7 +70,7 @@ def read_observation(
             launcher=bool(raw.get("launcher")),
             ecs=_read_ecs_stop(raw.get("ecs")),
         )
-    reason = str(raw.get("reason") or kind)[:MESSAGE_LIMIT]
+    reason = printable(str(raw.get("reason") or kind), MESSAGE_LIMIT)
     if kind == "Fenced":
         return RanksFenced(node, received_at, str(raw.get("why")), reason)
     if kind in ("ShimDied", "RanksVanished"):
@@ -84,12 +87,14 @@ def _read_ecs_stop(raw: Any) -> EcsStop | None:
         return None
     code = raw.get("stop_code")
     return EcsStop(
-        None if code is None else str(code), str(raw.get("reason") or "")[:MESSAGE_LIMIT]
+        None if code is None else printable(str(code), MESSAGE_LIMIT),
+        printable(str(raw.get("reason") or ""), MESSAGE_LIMIT),
     )
 
 
 def _read_log_tail(raw: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(str(line)[:500] for line in raw.get("log_tail") or ())[-TAIL_LINES:]
+    lines = list(raw.get("log_tail") or ())[-TAIL_LINES:]
+    return tuple(strip_sequences(str(line)[:TAIL_LINE]) for line in lines)
 
 
 def _read_launched_exits(launcher: RankExited, raw: Mapping[str, Any]) -> tuple[RankExited, ...]:
@@ -159,8 +164,8 @@ def read_kernel_lines(raw: Mapping[str, Any]) -> tuple[tuple[str, ...], str | No
         return (), "the agent of this generation does not read it"
     if not isinstance(lines, list | None):
         return (), f"expected a list of lines, found {type(lines).__name__}"
-    found = tuple(str(line)[:KERNEL_LINE] for line in lines or ())[-KERNEL_LINES:]
-    return found, None if unreadable is None else str(unreadable)[:KERNEL_LINE]
+    found = tuple(printable(str(line), KERNEL_LINE) for line in (lines or ())[-KERNEL_LINES:])
+    return found, None if unreadable is None else printable(str(unreadable), KERNEL_LINE)
 
 
 def read_error(raw: Any) -> tuple[RankError | None, str | None]:
@@ -175,7 +180,7 @@ def read_error(raw: Any) -> tuple[RankError | None, str | None]:
     if not isinstance(raw, dict):
         return None, f"expected an object, found {type(raw).__name__}"
     if "unreadable" in raw:
-        return None, str(raw["unreadable"])
+        return None, printable(str(raw["unreadable"]), MESSAGE_LIMIT)
     message, timestamp, traceback = raw.get("message"), raw.get("timestamp"), ""
     if isinstance(message, dict):
         extra = message.get("extraInfo") or {}
@@ -187,4 +192,5 @@ def read_error(raw: Any) -> tuple[RankError | None, str | None]:
         seconds = float(timestamp) if timestamp is not None else None
     except (TypeError, ValueError):
         seconds = None
-    return RankError(message[:MESSAGE_LIMIT], traceback[-TRACEBACK_LIMIT:], seconds), None
+    text = strip_sequences(message[:MESSAGE_LIMIT])
+    return RankError(text, strip_sequences(traceback[-TRACEBACK_LIMIT:]), seconds), None

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 PREFIX = "RELAUNCH_"
 FILE_VARIABLE = "RELAUNCH_SETTINGS"
+MAX_BYTES = 1 << 20
 DEFAULT_FILE = "relaunch.toml"
 NO_WARM = "RELAUNCH_NO_WARM"
 """Makes the command line start without the help of a running `up`, to measure or debug."""
@@ -144,10 +145,16 @@ def read_settings(**overrides: Any) -> Settings:
     written: dict[str, Any] = {}
     if file is not None:
         try:
-            written = tomllib.loads(file.read_text())
+            with file.open("rb") as opened:
+                content = opened.read(MAX_BYTES + 1)
+            if len(content) > MAX_BYTES:
+                raise ConfigError(f"settings file {file} has more than {MAX_BYTES >> 10} KiB")
+            written = tomllib.loads(content.decode())
         except OSError as error:
             raise ConfigError(f"settings file {file} cannot be read: {error.strerror}") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except RecursionError:
+            raise ConfigError(f"settings file {file} is nested too deeply") from None
+        except ValueError as error:  # no TOML, no UTF-8, or a number of 5,000 digits
             raise ConfigError(f"settings file {file} is not TOML: {error}") from None
     known = {f"{PREFIX}{name.upper()}": name for name in Settings.model_fields}
     exported = {

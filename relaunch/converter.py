@@ -26,12 +26,38 @@ there either. The server refuses payloads above 2 MiB: the state of 10,000 nodes
 10 MiB of JSON, or 0.6 compressed (docs/decisions/0050-one-workflow-per-fleet.md)."""
 MAX_DECOMPRESSED_BYTES = 64 * 1024 * 1024
 """More is not read: a payload that claims to be larger was not written by relaunch."""
+MAX_VALUES = 4_000_000
+"""Most values of a payload, as a count of its commas and brackets: ten times those of the largest
+state. 64 MiB of empty lists are 60 KiB compressed, and gigabytes of objects."""
+MAX_MESSAGE_BYTES, MAX_MESSAGE_VALUES = 8 * 1024 * 1024, 500_000
+"""The same for a payload whose type is not known before it is read, such as a signal's, which
+anyone may have written. The claim of a job on 10,000 nodes has 2 MiB."""
 COMPRESSED = b"json/zlib"
 
 
 @cache
 def _make_adapter(hint: Any) -> TypeAdapter[Any]:
     return TypeAdapter(hint)
+
+
+def _is_message(type_hint: Any) -> bool:
+    return type_hint is None or type_hint is Any
+
+
+def _read(data: bytes, type_hint: Any) -> Any:
+    """Return what JSON says.
+
+    Raises:
+        ValueError: It does not fit the type, or has more values than any that relaunch writes, as
+            far as that is seen without reading it.
+    """
+    most = MAX_MESSAGE_VALUES if _is_message(type_hint) else MAX_VALUES
+    if len(data) > most and data.count(b",") + data.count(b"[") + data.count(b"{") > most:
+        raise ValueError(f"a payload has more than {most:,} values")
+    # A newer release may have written it: fields that are not known here are left out, so that jobs
+    # can return to this one. Files and messages of people are checked elsewhere.
+    adapter = _make_adapter(Any if type_hint is None else type_hint)
+    return adapter.validate_json(data, extra="ignore")
 
 
 class _JsonConverter(PydanticJSONPlainPayloadConverter):
@@ -43,10 +69,7 @@ class _JsonConverter(PydanticJSONPlainPayloadConverter):
         return payload
 
     def from_payload(self, payload: Payload, type_hint: type | None = None) -> Any:
-        # A newer release may have written it: fields that are not known here are left out, so that
-        # jobs can return to this one. Files and messages of people are checked elsewhere.
-        adapter = _make_adapter(Any if type_hint is None else type_hint)
-        return adapter.validate_json(payload.data, extra="ignore")
+        return _read(payload.data, type_hint)
 
 
 class _CompressedJsonConverter(EncodingPayloadConverter):
@@ -61,19 +84,18 @@ class _CompressedJsonConverter(EncodingPayloadConverter):
 
     def from_payload(self, payload: Payload, type_hint: type | None = None) -> Any:
         """Raises:
-        ValueError: The payload is damaged, or longer than `MAX_DECOMPRESSED_BYTES`.
+        ValueError: The payload is damaged, or longer than `MAX_DECOMPRESSED_BYTES`, or than
+            `MAX_MESSAGE_BYTES` if its type is not known.
         """
+        most = MAX_MESSAGE_BYTES if _is_message(type_hint) else MAX_DECOMPRESSED_BYTES
         decompressor = zlib.decompressobj()
         try:
-            data = decompressor.decompress(payload.data, MAX_DECOMPRESSED_BYTES)
+            data = decompressor.decompress(payload.data, most)
         except zlib.error as error:
             raise ValueError(f"a compressed payload cannot be read: {error}") from error
         if not decompressor.eof:
-            raise ValueError(
-                "a compressed payload is cut off, or longer than"
-                f" {MAX_DECOMPRESSED_BYTES >> 20} MiB"
-            )
-        return _JsonConverter().from_payload(Payload(data=data), type_hint)
+            raise ValueError(f"a compressed payload is cut off, or longer than {most >> 20} MiB")
+        return _read(data, type_hint)
 
 
 class SharedPayloadConverter(CompositePayloadConverter):

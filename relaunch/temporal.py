@@ -90,7 +90,7 @@ def find_running_up(state: Path) -> UpProcess | None:
     """Return the `up` that runs on this state folder, if there is one."""
     try:
         up = UpProcess(**json.loads((state / UP_FILE).read_text()))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
     return up if read_start_time(up.pid) == up.started else None
 

@@ -1,4 +1,5 @@
-"""Lists of names and counts of things, as sentences for people write them."""
+"""Lists of names and counts of things, as sentences for people write them; and texts that others
+wrote, made safe for where people read them: a terminal, a page in Markdown, a message."""
 
 from __future__ import annotations
 
@@ -6,6 +7,24 @@ import re
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
+
+CONTROLS = (
+    "\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u180e"
+    "\u200b-\u200f\u2028-\u202e\u2060-\u2064\u2066-\u206f\ud800-\udfff\ufeff\ufff9-\ufffb"
+    "\U000110bd\U000110cd\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"
+    "\U000e0001\U000e0020-\U000e007f"
+)
+"""Characters that are no text, as a class of a regular expression: controls, those that turn the
+direction of writing or are not seen, line separators, and halves of surrogate pairs, which no
+stream can encode. Unicode calls them Cc, Cf, Cs, Zl and Zp. Tabs and line ends are not in it."""
+SEQUENCES = re.compile(
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]{0,4096}(?:\x07|\x1b\\)"
+    r"|[ -/]*[0-OQ-WYZ\\`-~])"
+)
+"""Escape sequences of terminals: colours, movements, titles, links and the like."""
+_CONTROL = re.compile(f"[{CONTROLS}]")
+_MARKUP = re.compile(r"[\\*_\[\]<~]|&(?=[#A-Za-z])")
+_MENTION = re.compile(r"@(?=(?:everyone|here|channel|all|group|room|team)\b)", re.IGNORECASE)
 
 NUMBERED = re.compile(r"(.*?)(\d+)", re.DOTALL)
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
@@ -66,7 +85,7 @@ def mask_numbers(error: str) -> str:
     They are sizes, addresses, ports, pids and ranks. Where a number does matter, such as that of a
     file that is missing, the program still cannot start.
     """
-    return _NUMBER.sub("N", error.strip())
+    return _NUMBER.sub("N", strip_sequences(error.strip()))
 
 
 def printable(text: str, most: int = 600) -> str:
@@ -74,7 +93,68 @@ def printable(text: str, most: int = 600) -> str:
 
     For sentences that quote what others wrote, which may be anything.
     """
+    head = text[:most]
+    if len(head) == len(text) and text.isprintable():
+        return text
     line = "".join(
-        character if character.isprintable() else repr(character)[1:-1] for character in text
+        character if character.isprintable() else repr(character)[1:-1] for character in head
     )
-    return line if len(line) <= most else f"{line[: most - 1]}…"
+    return line if len(line) <= most and len(head) == len(text) else f"{line[: most - 1]}…"
+
+
+def escape_controls(text: str) -> str:
+    """Return text with its lines and tabs, and with `CONTROLS` as escapes: `\\x1b[2J`.
+
+    A terminal that prints it is only written to: nothing moves, is hidden, named or answered.
+    """
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+def strip_sequences(text: str) -> str:
+    """Return what a program wrote for a terminal as plain lines, without colours and the like.
+
+    What is left of `CONTROLS` is escaped.
+    """
+    return escape_controls(SEQUENCES.sub("", text) if "\x1b" in text else text)
+
+
+def escape_markdown(text: str) -> str:
+    """Return text as one line that Markdown shows as it is written: no link, picture, HTML,
+    heading or emphasis comes of it.
+
+    Backticks in pairs still mean code, in which nothing is a mark. Others become apostrophes: one
+    alone would end the next code of the page at its begin. An address that is written in full
+    (`https://…`) is shown as a link to itself.
+    """
+    line = _MARKUP.sub(_escape_mark, printable(text.strip(), len(text) * 10 + 1))
+    if line.count("`") % 2 or "``" in line:
+        line = line.replace("`", "'")
+    if line[:1] in ("#", "+", "-", "=", ">") or _is_numbered(line):
+        number = len(line) - len(line.lstrip("0123456789"))
+        return f"{line[:number]}\\{line[number:]}"
+    return line
+
+
+def _escape_mark(found: re.Match[str]) -> str:
+    mark, text, at = found[0], found.string, found.start()
+    # Within a word it is no emphasis, and most names of ours have one: RESTART_IN_PLACE.
+    if mark == "_" and text[at - 1 : at].isalnum() and text[at + 1 : at + 2].isalnum():
+        return mark
+    return f"\\{mark}"
+
+
+def _is_numbered(line: str) -> bool:
+    rest = line.lstrip("0123456789")
+    return len(rest) < len(line) and rest[:1] in (".", ")")
+
+
+def quote_code(text: str) -> str:
+    """Return text as one line in the style of code in Markdown, within which nothing is a mark."""
+    return f"`{printable(text).replace('`', chr(39)) or ' '}`"
+
+
+def mute_markup(text: str) -> str:
+    """Return text that chats and mail show as it is written: without the signs that mention
+    people (`<!channel>`, `@everyone`), begin HTML, or hide an address behind a word."""
+    text = escape_controls(text).replace("<", "\u2039").replace(">", "\u203a")
+    return _MENTION.sub("@ ", text).replace("](", "] (")

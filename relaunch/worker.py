@@ -62,7 +62,7 @@ from relaunch.messages.workers import UnusableFile
 from relaunch.renewal import Renewal, make_renewable
 from relaunch.spec.fleet import DeadManSwitch, FleetSpec
 from relaunch.temporal import connect, ensure_namespace, explain_refusal, read_server_id
-from relaunch.text import count_noun
+from relaunch.text import count_noun, escape_controls, printable
 from relaunch.workflows.fleet.workflow import Fleet
 from relaunch.workflows.node_repair.workflow import NodeRepair
 from relaunch.workflows.notifier.workflow import Notifier
@@ -71,6 +71,8 @@ from relaunch.workflows.training_job.metrics import BUCKETS
 from relaunch.workflows.training_job.traces import set_sink
 from relaunch.workflows.training_job.workflow import TrainingJob
 
+MAX_LOG_LINE = 4000
+"""Characters of a message in the log."""
 WORKFLOW_TASKS = 8
 """Maximum number of concurrent workflow tasks. They share one interpreter: of a hundred at once,
 each would take as long as all of them together, exceed the workflow task timeout and be retried,
@@ -649,6 +651,20 @@ def _make_runtime(telemetry: TelemetryConfig) -> Runtime:
             del os.environ[SDK_THREADS]
 
 
+class LogFormatter(logging.Formatter):
+    """Writes a message as one line, whatever a node or a person wrote into it.
+
+    Only what a traceback adds has further lines.
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = printable(record.message, MAX_LOG_LINE)
+        return super().formatMessage(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        return escape_controls(super().format(record))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="relaunch-worker",
@@ -682,13 +698,13 @@ def main() -> int:
             if (traces := find_trace_endpoint()) is not None:
                 sys.stdout.write(f"{'(traces)':<18} {traces[0]:<40} {traces[1]}\n")
             return 0
-        logging.basicConfig(
-            level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-        )
+        handler = logging.StreamHandler()
+        handler.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        logging.basicConfig(level=settings.log_level, handlers=[handler])
         Runtime.set_default(_serve_metrics(settings.metrics))
         build = None if arguments.no_build else settings.build or build_id()
         asyncio.run(serve(settings, build, arguments.near))
     except ConfigError as error:
-        sys.stderr.write(f"relaunch-worker: {error}\n")
+        sys.stderr.write(f"relaunch-worker: {printable(str(error), MAX_LOG_LINE)}\n")
         return 2
     return 0

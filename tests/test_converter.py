@@ -7,7 +7,13 @@ import zlib
 import pytest
 from temporalio.api.common.v1 import Payload
 
-from relaunch.converter import MAX_DECOMPRESSED_BYTES, MAX_PLAIN_BYTES, shared_converter
+from relaunch.converter import (
+    MAX_DECOMPRESSED_BYTES,
+    MAX_MESSAGE_BYTES,
+    MAX_MESSAGE_VALUES,
+    MAX_PLAIN_BYTES,
+    shared_converter,
+)
 from relaunch.evidence.observations import RankError
 
 CONVERTER = shared_converter.payload_converter
@@ -38,9 +44,18 @@ def compressed(data: bytes) -> Payload:
     [
         (b"not zlib", "cannot be read"),
         (zlib.compress(b"[1, 2, 3]")[:-6], "cut off"),
-        (zlib.compress(b" " * (MAX_DECOMPRESSED_BYTES + 1)), "longer than 64 MiB"),
+        (zlib.compress(b" " * (MAX_MESSAGE_BYTES + 1)), "longer than 8 MiB"),
+        (zlib.compress(b"[" + b"[]," * MAX_MESSAGE_VALUES + b"1]"), "more than 500,000 values"),
     ],
 )
 def test_a_damaged_payload_is_refused_in_a_sentence(data: bytes, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         CONVERTER.from_payloads([compressed(data)])
+
+
+def test_a_state_may_be_longer_than_a_message() -> None:
+    state = compressed(zlib.compress(b'"' + b" " * MAX_MESSAGE_BYTES + b'"'))
+    assert len(CONVERTER.from_payloads([state], [str])[0]) == MAX_MESSAGE_BYTES
+    endless = compressed(zlib.compress(b" " * (MAX_DECOMPRESSED_BYTES + 1)))
+    with pytest.raises(ValueError, match="longer than 64 MiB"):
+        CONVERTER.from_payloads([endless], [str])

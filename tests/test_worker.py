@@ -5,8 +5,10 @@ What changed is served, what cannot be used changes nothing.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -34,6 +36,7 @@ from relaunch.temporal import read_server_id
 from relaunch.worker import (
     KEPT_FLEETS,
     SDK_THREADS,
+    LogFormatter,
     UnreadFleetError,
     WorkerFleets,
     _make_runtime,
@@ -276,3 +279,16 @@ def test_a_fleet_file_that_was_never_good_stops_no_other(
         started.spec("bad")
     with pytest.raises(ConfigError, match=r"bad\.yaml"):
         make_fleets(Settings(state=tmp_path / "state", fleets=(bad,)))
+
+
+def test_a_message_in_the_log_is_one_line_that_does_nothing() -> None:
+    formatter = LogFormatter("%(levelname)s %(name)s: %(message)s")
+    said = "\x1b[2J\x1b]0;t\x07\u202ex\n2026-01-01 INFO relaunch: forged"
+    record = logging.LogRecord("relaunch", logging.INFO, "f", 1, "node %s", (said,), None)
+    line = formatter.format(record)
+    assert line.startswith("INFO relaunch: node \\x1b[2J") and line.isprintable()
+    try:
+        raise ValueError(said)
+    except ValueError:
+        record.exc_info = sys.exc_info()
+    assert "\x1b" not in formatter.format(record) and "\nValueError: " in formatter.format(record)

@@ -17,7 +17,7 @@ from relaunch.job.state import JobState, Phase
 from relaunch.repair.escalation import Escalation, EscalationDecision, ExamineNode
 from relaunch.repair.state import AskPerson, FinishRepair, LogEntry, RepairDecision, RepairState
 from relaunch.spec.policy import Strategy
-from relaunch.text import join_names
+from relaunch.text import escape_markdown, join_names, quote_code, strip_sequences
 
 PHASE = SearchAttributeKey.for_keyword("Phase")
 CAUSE = SearchAttributeKey.for_keyword("Cause")
@@ -88,37 +88,47 @@ def current_details(job: JobState, now: datetime) -> str:
     lines = [
         f"## {job.phase} · generation {job.generation}",
         "",
-        f"**Why** {job.reason}",
+        f"**Why** {escape_markdown(job.reason)}",
         "",
-        f"**Next** {_describe_next(job)}",
+        f"**Next** {escape_markdown(_describe_next(job))}",
         "",
     ]
     failure = find_failure(job)
     if failure is not None and job.phase.is_final:
-        lines += [f"### Failure: {failure.title}", "", failure.fault.reason, ""]
-        lines += [*_failure_lines(failure), *(f"- before it: {one}" for one in failure.earlier), ""]
+        lines += [f"### Failure: {failure.title}", "", escape_markdown(failure.fault.reason), ""]
+        lines += [
+            *_failure_lines(failure),
+            *(f"- before it: {escape_markdown(one)}" for one in failure.earlier),
+            "",
+        ]
     if job.lost:
         lines += [
             "**Not answering** "
             + ", ".join(
-                f"{lost.node} (last heard {_format_time(lost.last_heard_at)})"
+                f"{escape_markdown(lost.node)} (last heard {_format_time(lost.last_heard_at)})"
                 for lost in job.lost[:8]
             ),
             "",
         ]
     if job.slots:
-        lines += [f"**Nodes** {join_names((slot.node for slot in job.slots), 16)}", ""]
+        lines += [
+            f"**Nodes** {escape_markdown(join_names((slot.node for slot in job.slots), 16))}",
+            "",
+        ]
     if drains := describe_drains(job):
         lines += [
             "### Nodes that it is to leave",
             "",
-            *(f"- {one}" for one in drains[:MOST_INCIDENTS]),
+            *(f"- {escape_markdown(one)}" for one in drains[:MOST_INCIDENTS]),
             "",
         ]
     if job.fewer:
-        lines += [f"**Fewer than it takes** {job.fewer}", ""]
+        lines += [f"**Fewer than it takes** {escape_markdown(job.fewer)}", ""]
     if job.avoided:
-        lines += ["**Avoided** " + ", ".join(avoided.node for avoided in job.avoided[:16]), ""]
+        lines += [
+            f"**Avoided** {escape_markdown(', '.join(one.node for one in job.avoided[:16]))}",
+            "",
+        ]
     # Lists, not tables: the web UI renders the cells of a table without space between them.
     lines += [
         "### Budgets",
@@ -130,7 +140,7 @@ def current_details(job: JobState, now: datetime) -> str:
     for budget in list_used_budgets(job, now):
         rung = budget.rung
         window = f" in {duration(rung.window)}" if rung.window else ""
-        where = f" on {budget.where}" if budget.where else ""
+        where = f" on {escape_markdown(budget.where)}" if budget.where else ""
         tries = rung.tries if rung.tries is not None else "any number"
         lines += [
             f"- {rung.label} for {budget.cause}{where}: {budget.used} of {tries} tries used{window}"
@@ -141,16 +151,17 @@ def current_details(job: JobState, now: datetime) -> str:
         lines += [
             f"### Open incident: {incident.cause}",
             "",
-            f"{_format_time(incident.opened)} {incident.reason}",
+            f"{_format_time(incident.opened)} {escape_markdown(incident.reason)}",
             "",
         ]
         lines += [
-            f"- {_format_time(one.at)} **Further fault** {one.cause}: {one.reason[:300]}"
+            f"- {_format_time(one.at)} **Further fault** {one.cause}: "
+            f"{escape_markdown(one.reason[:300])}"
             for one in incident.faults[1:][-4:]
         ]
         lines += [
             f"- {_format_time(d.at)} **{d.decision}{f' {d.strategy}' if d.strategy else ''}** "
-            f"{d.reason}"
+            f"{escape_markdown(d.reason)}"
             for d in incident.decisions[-8:]
         ]
         lines += ["", *_failure_lines(failure), ""] if failure is not None else [""]
@@ -162,11 +173,17 @@ def current_details(job: JobState, now: datetime) -> str:
             lasted = f"{((incident.closed or now) - incident.opened).total_seconds():.1f} s"
             lines += [
                 f"- {_format_time(incident.opened)}, {lasted}: **{incident.cause}**"
-                f" {incident.reason[:300]} → {incident.outcome or 'closed'}"
+                f" {escape_markdown(incident.reason[:300])} → "
+                f"{escape_markdown(incident.outcome or 'closed')}"
             ]
         lines += [""]
     if job.notices:
-        lines += ["### Notices", "", *(f"- {notice}" for notice in job.notices), ""]
+        lines += [
+            "### Notices",
+            "",
+            *(f"- {escape_markdown(notice)}" for notice in job.notices),
+            "",
+        ]
     if not job.phase.is_final:
         lines += [
             "### To overrule it",
@@ -189,10 +206,10 @@ def current_details(job: JobState, now: datetime) -> str:
 
 def _failure_lines(failure: Failure) -> list[str]:
     """Return what the failed rank wrote last, and how to read the rest."""
-    text = failure.fault.traceback.replace("```", "'''")
+    text = strip_sequences(failure.fault.traceback).replace("```", "'''")
     return [
         *(["```", text, "```", ""] if text else []),
-        *([f"- its log: `{failure.logs}`"] if failure.logs else []),
+        *([f"- its log: {quote_code(failure.logs)}"] if failure.logs else []),
     ]
 
 
@@ -230,16 +247,16 @@ def repair_details(
     """
     match decision:
         case FinishRepair():
-            doing = f"{decision.outcome}: {decision.reason}"
+            doing = escape_markdown(f"{decision.outcome}: {decision.reason}")
         case AskPerson():
             until = _format_time(decision.until)
             doing = f"waiting for approval until {until}; without an answer it is not done"
         case _:
-            doing = waiting_for or decision.reason
+            doing = escape_markdown(waiting_for or decision.reason)
     lines = [
         f"## {repair.strategy} of {repair.node}",
         "",
-        f"**Why** {repair.reason} (ordered by {repair.by})",
+        f"**Why** {escape_markdown(f'{repair.reason} (ordered by {repair.by})')}",
         "",
         f"**Now** {doing}",
         "",
@@ -248,7 +265,7 @@ def repair_details(
         lines += [f"**Deadline** {_format_time(repair.deadline)}", ""]
     if repair.boot_id:
         lines += [
-            f"**Boot** decided on boot id `{repair.boot_id}`: "
+            f"**Boot** decided on boot id {quote_code(repair.boot_id)}: "
             "the node refuses an order that was decided on another boot",
             "",
         ]
@@ -259,7 +276,7 @@ def repair_details(
         lines += [
             "### Approval needed",
             "",
-            f"{decision.question}",
+            f"{escape_markdown(decision.question)}",
             "",
             f"Send the update `answer` from this page: {answer}, or `deny`.",
         ]
@@ -281,16 +298,16 @@ def escalation_details(
     Markdown."""
     match decision:
         case FinishRepair():
-            doing = f"{decision.outcome}: {decision.reason}"
+            doing = escape_markdown(f"{decision.outcome}: {decision.reason}")
         case ExamineNode():
             when = f"examined again in {duration(decision.delay)}" if decision.delay else "examined"
-            doing = f"{escalation.node} is {when}: {decision.reason}"
+            doing = escape_markdown(f"{escalation.node} is {when}: {decision.reason}")
         case _:
-            doing = f"{decision.strategy}: {decision.reason}"
+            doing = escape_markdown(f"{decision.strategy}: {decision.reason}")
     lines = [
         f"## Examination of {escalation.node}",
         "",
-        f"**Why** {escalation.reason} (ordered by {by})",
+        f"**Why** {escape_markdown(f'{escalation.reason} (ordered by {by})')}",
         "",
         f"**Now** {doing}",
         "",
@@ -304,9 +321,9 @@ def _health_lines(health: Health | None) -> list[str]:
     if health is None:
         return []
     return [
-        f"**Last probe** {health.verdict}: {health.reason}",
+        f"**Last probe** {health.verdict}: {escape_markdown(health.reason)}",
         "",
-        *(f"- {one.code}: {one.reason}" for one in health.findings[:16]),
+        *(f"- {escape_markdown(f'{one.code}: {one.reason}')}" for one in health.findings[:16]),
     ]
 
 
@@ -316,7 +333,11 @@ def _step_lines(log: tuple[LogEntry, ...]) -> list[str]:
             "",
             "### Steps",
             "",
-            *(f"- {_format_time(one.at)} **{one.what}** {one.reason}" for one in log),
+            *(
+                f"- {_format_time(one.at)} **{escape_markdown(one.what)}** "
+                f"{escape_markdown(one.reason)}"
+                for one in log
+            ),
             "",
         ]
         if log

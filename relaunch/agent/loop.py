@@ -173,6 +173,6 @@ def parse(text: bytes) -> Json | None:
     """Return the JSON object in a line, or None: other lines are noise."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

@@ -217,7 +217,7 @@ def _shorten_error(text: str) -> str:
 def _parse(pid: int, text: str) -> List[Json]:
     try:
         threads = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return []
     if not isinstance(threads, list):
         return []
@@ -283,7 +283,7 @@ def _find_permission(pid: int, path: Path) -> Union["tuple[int, int]", Problem]:
         # A signal that no handler catches would end the process.
         if not int(masks["SigCgt"], 16) >> (number - 1) & 1 or not 0 < number < signal.NSIG:
             return refused
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return refused
     if process.state in "TtDZX":
         return f"it cannot be asked in state {process.state}"

@@ -105,7 +105,7 @@ def read_json(path: Path) -> Json | None:
     """Return the object, or None if the file is missing or broken (never written completely)."""
     try:
         value = json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 

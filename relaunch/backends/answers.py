@@ -26,6 +26,7 @@ from pydantic import (
 from relaunch.backends.base import ProtocolError
 from relaunch.evidence.fields import text
 from relaunch.generation import Token
+from relaunch.text import printable
 
 MAX_COUNT = 2**53
 """Limit of steps, ranks, numbers in tokens, and offsets: every JSON library and every database
@@ -116,7 +117,7 @@ class _Row(BaseModel):
 
 
 def _cut(reason: str) -> str:
-    return reason[:MAX_REASON]
+    return printable(reason, MAX_REASON)
 
 
 def _replace_controls(line: str) -> str:

@@ -17,6 +17,7 @@ from relaunch.cli.terminal import (
     Json,
     Reason,
     RequiredReason,
+    guard_output,
     print_json,
     print_line,
     run_with_client,
@@ -874,6 +875,11 @@ def _explain_usage(mistake: typer.TyperException) -> int:
 def main() -> int:
     """Run the command line and return its exit code; a `ConfigError` prints one sentence and
     returns 2."""
+    with guard_output():
+        return _run()
+
+
+def _run() -> int:
     try:
         code = app(prog_name="relaunch", standalone_mode=False)
         return code if isinstance(code, int) else 0

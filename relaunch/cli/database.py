@@ -109,7 +109,7 @@ def read_writer(state: Path) -> Writer | None:
         size, changed = found["file"]
         writer = Writer(found["server"], found["program"], (size, changed))
         return writer if writer.release else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 

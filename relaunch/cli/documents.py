@@ -24,6 +24,8 @@ MAX_DEPTH = 32
 """The deepest file that means something, a policy within a job, has 7 levels."""
 MAX_PARTS = 500_000
 """Maximum number of keys, items and values; aliases count as often as they are used."""
+MAX_CHARACTERS = 2 * MAX_BYTES
+"""Maximum number of characters of all keys and values, counted in the same way."""
 MAX_DIGITS = 18
 """What fits into 64 bits, as the messages between processes have them."""
 
@@ -85,7 +87,9 @@ class Document:
         self.place = place
         self.lines: dict[Where, int] = {(): 1}
         self._as_written = as_written
-        self._parts = 0
+        self._parts = self._characters = 0
+        self._checked: set[int] = set()
+        """Scalars whose characters were looked at: an alias is the scalar that it names."""
         try:
             self._loader = _Loader(text)
             root = self._loader.get_single_node()
@@ -175,6 +179,15 @@ class Document:
 
     def _check_characters(self, node: yaml.ScalarNode, where: Where) -> None:
         """Refuse what no argument, variable, path or message can contain."""
+        self._characters += len(node.value)
+        if self._characters > MAX_CHARACTERS:
+            raise ConfigError(
+                f"{self.place}: more than {MAX_CHARACTERS >> 20} MiB of values, with those that "
+                "aliases repeat: expected a small file"
+            )
+        if id(node) in self._checked:
+            return
+        self._checked.add(id(node))
         for character in node.value:
             if character == "\0" or "\ud800" <= character <= "\udfff":
                 name = _name_character(character)

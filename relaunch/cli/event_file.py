@@ -30,6 +30,7 @@ from relaunch.spec.policy import Policy
 
 BEGINNING = datetime(2026, 1, 1, tzinfo=UTC)
 """Start of a file whose times are all relative to its start."""
+MAX_BYTES = 16 << 20
 MAX_TIME = timedelta(days=3650)
 """Upper limit of a time: no job runs for ten years, and the calendar ends after year 9999."""
 UNNAMED = {"name": "job", "command": ["train"]}
@@ -108,11 +109,15 @@ def read_events(path: Path, policy: Policy) -> EventFile:
 
 def _lines(path: Path) -> Iterator[tuple[str, Line]]:
     try:
-        text = path.read_text()
+        with path.open("rb") as file:
+            raw_text = file.read(MAX_BYTES + 1)
+        text = raw_text.decode()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not a text file: expected one JSON object per line") from None
+    if len(raw_text) > MAX_BYTES:
+        raise ConfigError(f"{path} has more than {MAX_BYTES >> 20} MiB: expected a small file")
     for number, raw in enumerate(text.splitlines(), start=1):
         if not raw.strip():
             continue
@@ -121,6 +126,8 @@ def _lines(path: Path) -> Iterator[tuple[str, Line]]:
             line = json.loads(raw)
         except ValueError as error:
             raise ConfigError(f"{where}: not JSON: {error}") from None
+        except RecursionError:
+            raise ConfigError(f"{where}: not an event: its JSON is nested too deeply") from None
         if not isinstance(line, dict):
             raise ConfigError(
                 f"{where}: {raw.strip()[:60]!r} is not a JSON object: expected one such as "

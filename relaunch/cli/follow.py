@@ -14,6 +14,7 @@ from temporalio.service import RPCError
 
 from relaunch.cli import job_views, jobs, logs
 from relaunch.cli.rank_output import Printer, RunOutput
+from relaunch.cli.terminal import make_console
 from relaunch.job import failure
 from relaunch.job.state import Incident, JobState, Phase
 from relaunch.spec.job import OutputStream
@@ -215,10 +216,9 @@ async def follow_lines(client: Client, name: str, say: Say) -> int:
 
 async def follow_live(client: Client, name: str) -> int:
     """Show a live view until the job ends; return the job's exit code."""
-    from rich.console import Console
     from rich.live import Live
 
-    console = Console()
+    console = make_console()
     now: jobs.JobSnapshot | None = None
     with Live(console=console, auto_refresh=False) as live:
         narrator = Narrator(
@@ -261,7 +261,7 @@ def render(now: jobs.JobSnapshot, at: datetime) -> RenderableType:
                 ("open", f"{incident.cause} in generation {incident.generation}: {incident.reason}")
             )
     for left, right in rows:
-        table.add_row(left, right.replace("[", "\\["))
+        table.add_row(left, right)
     return Panel(table, title=now.name, title_align="left")
 
 

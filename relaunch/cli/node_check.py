@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import Any
 
 from relaunch.cli.direct import FleetPreflight, NodePreflight, PreflightStep
+from relaunch.cli.terminal import make_console
 from relaunch.evidence.catalog import catalog
 from relaunch.evidence.findings import Verdict
 from relaunch.evidence.health import CLOCK_NAMED, CLOCK_SHOWN, clock_offset, read_health
@@ -549,11 +550,10 @@ def view(fleet: FleetPreflight) -> dict[str, Any]:
 
 
 def print_rows(fleet: FleetPreflight, everything: bool) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     found = [(seen.node.name, rows(fleet, seen)) for seen in fleet.nodes]
-    out = Console(markup=False, highlight=False, soft_wrap=False)
+    out = make_console(soft_wrap=False)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("NODE", "CHECK", "", "WHAT, AND WHAT TO DO"):
         table.add_column(title, no_wrap=title != "WHAT, AND WHAT TO DO", overflow="fold")

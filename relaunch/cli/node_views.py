@@ -13,10 +13,11 @@ from typing import Any
 
 from relaunch.cli import gpu_views
 from relaunch.cli.job_views import age, names
+from relaunch.cli.terminal import make_console
 from relaunch.evidence.findings import Verdict
 from relaunch.pool.state import FleetState, Mark, NodeRecord, NodeStatus
 from relaunch.pool.tenants import Tenant, is_claimed, jobs_on, node_state, tenants
-from relaunch.text import count_noun, format_time
+from relaunch.text import count_noun, format_time, printable
 
 TITLES = ("NODE", "STATE", "JOB", "GPUS", "HEALTH", "HISTORY", "REASON")
 RECENT = timedelta(hours=24)
@@ -124,8 +125,8 @@ def find_reason(
 def repair_ids(repair: str) -> tuple[str, str]:
     """Return the ID of the repair's workflow, repair/FLEET/NODE, and its run ID, empty before it
     starts."""
-    kind, fleet, node, *run = repair.split("/")
-    return f"{kind}/{fleet}/{node}", "".join(run)
+    parts = repair.split("/")
+    return "/".join(parts[:3]), "".join(parts[3:])
 
 
 def row(record: NodeRecord, here: Sequence[Tenant]) -> dict[str, Any]:
@@ -230,14 +231,16 @@ def table_row(
 
 def print_nodes(state: FleetState, now: datetime) -> None:
     known = tenants(state)
-    lines = [table_row(record, known.get(record.name, ()), now) for record in state.nodes]
+    lines = [
+        tuple(map(printable, table_row(record, known.get(record.name, ()), now)))
+        for record in state.nodes
+    ]
     if not sys.stdout.isatty():  # one line per node, for grep; rich takes seconds for 2,000
         widths = [max(map(len, column)) for column in zip(TITLES, *lines, strict=True)]
         print(
             "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in (TITLES, *lines))
         )
         return
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -249,7 +252,7 @@ def print_nodes(state: FleetState, now: datetime) -> None:
         )
     for line in lines:
         table.add_row(*line)
-    Console(markup=False, highlight=False).print(table)
+    make_console().print(table)
 
 
 def _reason(record: NodeRecord, state: str, here: Sequence[Tenant], now: datetime) -> str:

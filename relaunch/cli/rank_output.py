@@ -1,12 +1,13 @@
 """Turns what ranks write into lines for a terminal, a pipe or a file.
 
 Progress bars write one line over and over (carriage returns), and move between lines (escape
-sequences): each rank has a small screen, on which that stays harmless. Which logs are read is the
-task of `logs`.
+sequences): each rank has a small screen, on which that stays harmless. Colours pass; nothing else
+that a rank writes acts on the terminal. Which logs are read is the task of `logs`.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import sys
@@ -20,6 +21,7 @@ from relaunch.cli import terminal
 from relaunch.config import ConfigError
 from relaunch.fields import Pattern
 from relaunch.spec.job import OutputStream
+from relaunch.text import CONTROLS
 
 COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 BAR_INTERVAL_S = 5.0
@@ -39,13 +41,19 @@ _TOKEN = re.compile(
     | \x1b\[ (?P<numbers>[0-?]*) [ -/]* (?P<control>[@-~])   # CSI: colours, cursor, erasing
     | \x1b [\]PX^_] [^\x07\x1b]{0,4096} (?:\x07|\x1b\\)     # OSC and its kin: titles, links
     | \x1b [ -/]* [0-OQ-WYZ\\`-~]                            # other escapes
-    | [\x00-\x07\x0b\x0c\x0e-\x1f\x7f-\x9f]                  # other control characters
-    """,
+    """
+    rf"| [{CONTROLS}]",  # other control characters, those that turn or hide text among them
     re.VERBOSE,
 )
 _INCOMPLETE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|[\]PX^_][^\x07\x1b]*\x1b?|[ -/]*)?\Z")
-_SPECIAL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-_COLOUR = re.compile(r"\x1b\[[0-?]*m")
+_SPECIAL = re.compile(f"[{CONTROLS}]")
+_COLOUR = re.compile(r"\x1b\[[0-9;:]{0,64}m")
+_CONCEAL = 8
+"""The attribute of text that is not seen, of the numbers of a colour sequence."""
+_NUMBERS_AFTER = {2: 3, 5: 1}
+"""Numbers after the mode of 38, 48 and 58: red, green and blue, or an index."""
+_MAX_PEN = 1024
+"""Characters of colour sequences between two texts, after which further ones are left out."""
 
 
 @dataclass
@@ -173,8 +181,8 @@ class RankScreen:
         row = self._rows[self._at]
         count = int(numbers) if numbers.isascii() and numbers.isdigit() and len(numbers) < 5 else 1
         match control:
-            case "m" if self._colour:
-                self._pen += sequence
+            case "m" if self._colour and len(self._pen) < _MAX_PEN:
+                self._pen += _keep_colours(sequence)
             case "A" | "F":
                 self._at = max(0, self._at - count)
                 self._is_home = self._is_home or control == "F"
@@ -190,6 +198,26 @@ class RankScreen:
                     self._clear(each)
             case _:
                 pass  # moves or erases what is not ours: other rows of the terminal
+
+
+def _keep_colours(sequence: str) -> str:
+    """Return a colour sequence without what hides text; empty if it is another sequence.
+
+    Some that end like one set how the keyboard answers (`CSI > m`), or ask for it (`CSI ? m`).
+    """
+    if not _COLOUR.fullmatch(sequence):
+        return ""
+    if str(_CONCEAL) not in sequence:
+        return sequence
+    numbers, kept = iter(sequence[2:-1].split(";")), []
+    for number in numbers:
+        if number in ("38", "48", "58"):
+            mode = next(numbers, "")
+            count = _NUMBERS_AFTER.get(int(mode), 0) if mode.isdigit() else 0
+            kept += [number, mode, *itertools.islice(numbers, count)]
+        elif number.partition(":")[0].lstrip("0") != str(_CONCEAL):
+            kept.append(number)
+    return f"\x1b[{';'.join(kept)}m" if kept else ""
 
 
 @dataclass
@@ -263,7 +291,8 @@ class Printer:
             self._drawn = 0
 
     def _write(self, text: str) -> None:
-        out = sys.stderr if self.to_stderr else sys.stdout
+        # Past the guard: this draws, and what ranks wrote is on their screens.
+        out = terminal.get_bare_stream(sys.stderr if self.to_stderr else sys.stdout)
         out.write(text)
         out.flush()
 

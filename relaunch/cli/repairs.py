@@ -16,7 +16,7 @@ from temporalio.exceptions import WorkflowAlreadyStartedError
 
 from relaunch.cli.client import TASK_TIMEOUT, whoami
 from relaunch.cli.job_views import age
-from relaunch.cli.terminal import check_name
+from relaunch.cli.terminal import check_name, make_console
 from relaunch.config import ConfigError
 from relaunch.messages.ids import REPAIR_ID_PREFIX
 from relaunch.messages.jobs import NodeRepairInput, NodeRepairResult
@@ -109,7 +109,6 @@ def row(item: NodeHealth, kept: NodeRecord | None = None) -> dict[str, Any]:
 
 
 def print_nodes(rows: Sequence[dict[str, Any]], now: datetime) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -137,7 +136,7 @@ def print_nodes(rows: Sequence[dict[str, Any]], now: datetime) -> None:
             history,
             one["reason"] + kept,
         )
-    Console(markup=False, highlight=False).print(table)
+    make_console().print(table)
 
 
 async def repair(

@@ -25,6 +25,7 @@ from relaunch.messages.jobs import RetryMessage, TrainingJobInput
 from relaunch.spec.job import JobSpec
 from relaunch.spec.policy import Policy
 from relaunch.temporal import find_running_up
+from relaunch.text import printable
 
 
 async def submit(
@@ -69,7 +70,7 @@ async def submit(
             id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE,
             id_conflict_policy=WorkflowIDConflictPolicy.FAIL,
             static_summary=f"{spec.name}: {spec.size}"[:200],
-            static_details=f"    {' '.join(spec.command)}"[:2000]
+            static_details=f"    {printable(' '.join(spec.command), 2000)}"
             + f"\n\nfleet {spec.fleet}, submitted by {argument.submitted_by}",
             search_attributes=TypedSearchAttributes(
                 [SearchAttributePair(PHASE, "QUEUED"), SearchAttributePair(GENERATION, 0)]

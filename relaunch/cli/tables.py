@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from relaunch.cli import job_views
+from relaunch.cli.terminal import make_console
 from relaunch.config import ConfigError
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ def row(item: JobSummary) -> dict[str, Any]:
 
 
 def print_jobs(rows: Sequence[JobSummary], now: datetime) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -38,7 +38,7 @@ def print_jobs(rows: Sequence[JobSummary], now: datetime) -> None:
         table.add_row(
             item.name, item.phase, generation, f"{job_views.age(now - item.submitted)} ago", ended
         )
-    Console(markup=False, highlight=False).print(table if rows else "no jobs")
+    make_console().print(table if rows else "no jobs")
 
 
 def show_view(now: JobSnapshot, at: datetime) -> dict[str, Any]:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, TextIO, TypeVar, cast
 
 import typer
 
 from relaunch.config import ConfigError, Settings, read_settings
+from relaunch.text import escape_controls
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from temporalio.client import Client
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
@@ -71,9 +74,60 @@ def erase_drawn() -> None:
         erase()
 
 
+class GuardedStream:
+    """A stream of text on which control characters are written as escapes.
+
+    Nearly all that commands print quotes what others wrote: ranks, nodes, and everyone who can
+    send a message to a workflow. Whatever draws on the terminal itself uses `get_bare_stream`.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.bare = stream
+
+    def write(self, text: str) -> int:
+        self.bare.write(escape_controls(text))
+        return len(text)
+
+    def writelines(self, lines: Iterator[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.bare, name)
+
+
+@contextmanager
+def guard_output() -> Iterator[None]:
+    """Guard the standard output and the standard error of this process."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (cast(TextIO, GuardedStream(stream)) for stream in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+def get_bare_stream(stream: TextIO) -> TextIO:
+    """Return the stream on which a command may draw, having escaped what others wrote."""
+    return stream.bare if isinstance(stream, GuardedStream) else stream
+
+
+def make_console(**options: Any) -> Console:
+    """Return a console for tables: control characters of all texts in them are escapes."""
+    from rich.console import Console
+    from rich.text import Text
+
+    class SafeConsole(Console):
+        def render_str(self, text: str, **options: Any) -> Text:
+            return super().render_str(escape_controls(text), **options)
+
+    file = get_bare_stream(sys.stdout)
+    return SafeConsole(file=file, markup=False, highlight=False, emoji=False, **options)
+
+
 def say(text: str) -> None:
     erase_drawn()
-    print(f"relaunch: {text}", file=sys.stderr, flush=True)
+    print(f"relaunch: {escape_controls(text)}", file=sys.stderr, flush=True)
 
 
 def print_line(text: str) -> None:

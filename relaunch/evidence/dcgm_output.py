@@ -121,7 +121,7 @@ def _is_ours(found: object) -> bool:
 def _close_brackets(text: str) -> str:
     """Return the longest prefix that ends after a whole value, with all open brackets closed."""
     stack: list[str] = []
-    cut, closing = 0, ""
+    cut = 0
     for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[\[\]{},]', text, re.DOTALL):
         character = token[0]
         if character in "{[":
@@ -129,7 +129,7 @@ def _close_brackets(text: str) -> str:
         elif character in "}]" and stack:
             stack.pop()
         if character in "{[}]":
-            cut, closing = token.end(), "".join(reversed(stack))
+            cut = token.end()
         elif character == ",":
-            cut, closing = token.start(), "".join(reversed(stack))
-    return text[:cut] + closing
+            cut = token.start()
+    return text[:cut] + "".join(reversed(stack))

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from relaunch.text import printable, strip_sequences
+
 LONGEST = 300
 """Characters kept of any text: it goes into reasons, which are stored in workflow histories."""
 MOST = 2**63
@@ -21,11 +23,12 @@ LATEST = 253402300799
 
 
 def text(value: object, longest: int = LONGEST) -> str:
-    """Return a text as one line that any encoder accepts; empty where the value is not a text."""
+    """Return a text as one line that any encoder accepts, control characters as escapes; empty
+    where the value is not a text."""
     if not isinstance(value, str):
         return ""
     line = " ".join(value[: 8 * longest].encode("utf-8", "replace").decode().split())
-    return line if len(line) <= longest else line[: longest - 1] + "…"
+    return printable(strip_sequences(line), longest)
 
 
 def last_line(value: object) -> str:

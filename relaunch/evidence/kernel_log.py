@@ -15,6 +15,7 @@ from relaunch.evidence.catalog.nvlink import XIDS as NVLINK_XIDS
 from relaunch.evidence.catalog.nvlink import decode, interpret_rule
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Finding, Role
+from relaunch.text import escape_controls
 
 KERNEL_MARKS: tuple[str, ...] = (
     "NVRM: Xid",
@@ -146,7 +147,8 @@ def read_kernel_log(lines: Iterable[str], catalog: Catalog) -> tuple[Finding, ..
     read = [
         found
         for line in lines
-        if is_kernel_evidence(line) and (found := _read_line(line[:MAX_LINE], catalog))
+        if is_kernel_evidence(line)
+        and (found := _read_line(escape_controls(line[:MAX_LINE]), catalog))
     ]
     of_gpu: dict[str, list[int]] = {}
     for index, each in enumerate(read):

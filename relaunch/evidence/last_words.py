@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from relaunch.evidence import exits
 from relaunch.evidence.exits import strip_rank
-from relaunch.text import count_noun
+from relaunch.text import count_noun, strip_sequences
 
 MAX_TEXT = 4000
 """Characters of the text that is kept: it is shown whole, and carried in the state of a job."""
@@ -44,7 +44,6 @@ SIGABRT = 6
 
 QUOTES = ('"""', "'''")
 """Python's pools of processes write these around the traceback of a worker."""
-_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _HEADER = re.compile(
     r"(?P<prefix>.*?)(?P<title>(?:Original |Exception Group )?"
     r"Traceback \(most recent call last\):)\s*$"
@@ -161,7 +160,7 @@ def clean_lines(lines: Iterable[str]) -> list[str]:
 
 
 def _clean_line(line: str) -> str:
-    return _ANSI.sub("", line[: 2 * LONGEST])[:LONGEST].rstrip()
+    return strip_sequences(line[: 2 * LONGEST])[:LONGEST].rstrip()
 
 
 def find_last_line(lines: Sequence[str]) -> str:

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 from typing import Annotated, Any, TypeVar
 
-from pydantic import PlainSerializer, TypeAdapter, ValidationError
+from pydantic import PlainSerializer, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from relaunch.fields import Duration, Reason, StrictModel, parse_name
+from relaunch.messages.bounds import MAX_REASON, MAX_TEXT, MessageError, bound_message
 from relaunch.messages.jobs import explain
 from relaunch.pool.events import (
     ClaimEvent,
@@ -33,13 +34,14 @@ from relaunch.pool.events import (
 from relaunch.pool.messages import Claim, FaultReport, PermitRequest
 from relaunch.pool.rounds import KnownNode
 from relaunch.pool.state import FleetState, NodeProbe
+from relaunch.text import printable
 
 DRAIN_TIMEOUT = timedelta(minutes=30)
 """Default time for a job to leave a node that a person drains: longer than most jobs need between
 two checkpoints."""
-LONGEST_REASON = 500
-"""Characters of a reason that are kept: it is repeated in the state and in the message to every
-waiting job."""
+
+MAX_ID_BYTES = 500
+"""Of a name that becomes part of a workflow id, which may have 1,000."""
 
 Said = TypeVar("Said")
 _STATE: TypeAdapter[FleetState] = TypeAdapter(FleetState)
@@ -148,7 +150,9 @@ class ApplyMessage(StrictModel):
 
 
 def claim_fact(raw: Any) -> FleetEvent:
-    return ClaimEvent(_CLAIM.validate_python(raw))
+    claim = _CLAIM.validate_python(raw)
+    _check_id(claim.job)
+    return ClaimEvent(claim)
 
 
 def fault_report_fact(raw: Any) -> FleetEvent:
@@ -160,7 +164,9 @@ def repair_began_fact(raw: Any) -> FleetEvent:
 
 
 def repair_wanted_fact(raw: Any) -> FleetEvent:
-    return PermitRequestEvent(_PERMIT_REQUEST.validate_python(raw))
+    request = _PERMIT_REQUEST.validate_python(raw)
+    _check_id(request.workflow)
+    return PermitRequestEvent(request)
 
 
 def repair_ended_fact(raw: Any) -> FleetEvent:
@@ -178,7 +184,7 @@ def quarantine_fact(raw: Any) -> FleetEvent:
         )
     within = message.within if message.within is not None else DRAIN_TIMEOUT
     return QuarantineCommand(
-        message.node, message.reason[:LONGEST_REASON], message.by, within if message.drain else None
+        message.node, message.reason[:MAX_REASON], message.by, within if message.drain else None
     )
 
 
@@ -186,24 +192,24 @@ def release_fact(raw: Any) -> FleetEvent:
     message = ReleaseMessage.model_validate(raw)
     if (wrong := _wrong_node(message.node)) is not None:
         return MalformedMessage("release", wrong)
-    return ReleaseCommand(message.node, message.reason[:LONGEST_REASON], message.by)
+    return ReleaseCommand(message.node, message.reason[:MAX_REASON], message.by)
 
 
 def dead_fact(raw: Any) -> FleetEvent:
     message = ReleaseMessage.model_validate(raw)
     if (wrong := _wrong_node(message.node)) is not None:
         return MalformedMessage("declare_dead", wrong)
-    return DeathDeclaration(message.node, message.reason[:LONGEST_REASON], message.by)
+    return DeathDeclaration(message.node, message.reason[:MAX_REASON], message.by)
 
 
 def pause_fact(raw: Any) -> FleetEvent:
     message = ReasonMessage.model_validate(raw)
-    return PauseCommand(message.reason[:LONGEST_REASON], message.by)
+    return PauseCommand(message.reason[:MAX_REASON], message.by)
 
 
 def resume_fact(raw: Any) -> FleetEvent:
     message = ReasonMessage.model_validate(raw)
-    return ResumeCommand(message.reason[:LONGEST_REASON], message.by)
+    return ResumeCommand(message.reason[:MAX_REASON], message.by)
 
 
 def apply_message(raw: Any) -> ApplyMessage:
@@ -213,9 +219,18 @@ def apply_message(raw: Any) -> ApplyMessage:
 def read(name: str, message: Any, parse: Callable[[Any], Said]) -> Said | MalformedMessage:
     """Parse a message; an empty message counts as an empty object."""
     try:
-        return parse({} if message in (None, "") else message)
-    except ValidationError as error:
-        return MalformedMessage(name, explain(error)[:LONGEST_REASON])
+        return parse(bound_message({} if message in (None, "") else message, MAX_TEXT))
+    except ValueError as error:
+        return MalformedMessage(name, explain(error))
+
+
+def _check_id(text: str) -> None:
+    """Refuse what cannot be part of a workflow id, to which the fleet would send its answer: the
+    server refuses the workflow task that does, again and again."""
+    if len(text.encode()) > MAX_ID_BYTES:
+        raise MessageError(
+            f"the id {printable(text, 60)} has more than {MAX_ID_BYTES} bytes: no workflow has it"
+        )
 
 
 def _wrong_node(name: str) -> str | None:
@@ -224,5 +239,5 @@ def _wrong_node(name: str) -> str | None:
     try:
         parse_name(name)
     except ValueError as error:
-        return f"node: {error}"[:LONGEST_REASON]
+        return f"node: {error}"[:MAX_REASON]
     return None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
 from relaunch.evidence.catalog.overrides import NO_OVERRIDES, CatalogOverrides
 from relaunch.evidence.findings import Verdict
@@ -25,6 +27,7 @@ from relaunch.job.events import (
     RetryRequested,
 )
 from relaunch.job.state import Examine, Incident, JobState, Phase, Relaunch, Repair
+from relaunch.messages.bounds import MAX_REASON
 from relaunch.pool.messages import DrainRequest, Grant, Offer, Place, Suspect
 from relaunch.spec.job import JobSpec
 from relaunch.spec.policy import (
@@ -35,6 +38,10 @@ from relaunch.spec.policy import (
     resolve,
     state_restarts,
 )
+from relaunch.text import printable
+
+MAX_SHOWN = 100
+"""Characters of a text that an error repeats."""
 
 WITHDRAW = TypeAdapter(DrainRequest)
 OFFER = TypeAdapter(Offer)
@@ -303,9 +310,16 @@ def overlay(policy: Policy, changes: dict[str, object]) -> Policy:
     return Policy.model_validate({**merged, "stated": list_stated(changes, policy.stated)})
 
 
-def explain(error: ValidationError) -> str:
-    """Return one sentence for the first error in what a person wrote."""
-    first = error.errors()[0]
+def explain(error: ValueError) -> str:
+    """Return one sentence for the first error in what a person wrote, who may have written
+    anything."""
+    if not isinstance(error, ValidationError):
+        return printable(str(error), MAX_REASON)
+    first = error.errors(include_url=False)[0]
+    return printable(_explain(first), MAX_REASON)
+
+
+def _explain(first: ErrorDetails) -> str:
     where = ".".join(str(part) for part in first["loc"])
     what = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
@@ -313,9 +327,16 @@ def explain(error: ValidationError) -> str:
     if first["type"] == "missing":
         return f"{where}: missing"
     return (
-        f"{where}: {what} (got {first['input']!r})"
+        f"{where}: {what} (got {_shorten(first['input'])})"
         if where and first["type"] != "value_error"
         else f"{where}: {what}"
         if where
         else what
     )
+
+
+def _shorten(value: object) -> str:
+    """Return the begin of a value as Python writes it."""
+    if isinstance(value, str):
+        return repr(value) if len(value) <= MAX_SHOWN else f"{value[:MAX_SHOWN]!r}…"
+    return reprlib.repr(value)

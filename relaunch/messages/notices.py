@@ -10,13 +10,15 @@ from typing import Any, Literal
 
 from relaunch.evidence.causes import Cause
 from relaunch.spec.fleet import NoticeEvent
-from relaunch.text import count_noun, join_names
+from relaunch.text import count_noun, escape_controls, join_names, printable
 
 JSON_VERSION = 1
 MAX_LISTED = 50
 """Notices that the text of a summary lists; its JSON has all."""
 MAX_REASON = 240
 """Characters of a reason in a summary."""
+MAX_LINE = 4000
+"""Characters of one line of a text."""
 MessageEvent = NoticeEvent | Literal["test"]
 """What a message may be about. A test is sent to every channel, so no channel names it."""
 NOUNS: dict[MessageEvent, tuple[str, str]] = {
@@ -197,7 +199,7 @@ def shorten_notice(notice: Notice) -> Notice:
 
 def format_subject(fleet: str, notices: Sequence[Notice]) -> str:
     if len(notices) == 1:
-        return f"relaunch: {_format_state(notices[0])}{notices[0].subject}"
+        return printable(f"relaunch: {_format_state(notices[0])}{notices[0].subject}")
     opened = Counter(one.event for one in notices if one.state == "open")
     parts = [count_noun(count, *NOUNS[event]) for event, count in opened.items()]
     if resolved := len(notices) - opened.total():
@@ -206,12 +208,18 @@ def format_subject(fleet: str, notices: Sequence[Notice]) -> str:
 
 
 def format_text(notices: Sequence[tuple[Notice, str]]) -> str:
-    """Return the text of a message for people; beside each notice is the link to its page."""
+    """Return the text of a message for people; beside each notice is the link to its page.
+
+    It is plain text, without control characters. What a chat or a mail would take as markup is
+    muted where it is sent there.
+    """
     if len(notices) == 1:
         return _format_notice(*notices[0])
     lines = []
     for notice, link in notices[:MAX_LISTED]:
-        lines.append(f"- {_format_state(notice)}{notice.subject}: {notice.reason}")
+        lines.append(
+            printable(f"- {_format_state(notice)}{notice.subject}: {notice.reason}", MAX_LINE)
+        )
         lines += [f"  {line}" for line in (notice.command, link) if line]
     if len(notices) > MAX_LISTED:
         lines.append(f"- and {len(notices) - MAX_LISTED} more")
@@ -223,9 +231,9 @@ def _format_state(notice: Notice) -> str:
 
 
 def _format_notice(notice: Notice, link: str) -> str:
-    lines = [f"{notice.subject}: {notice.reason}", ""]
+    lines = [printable(f"{notice.subject}: {notice.reason}", MAX_LINE), ""]
     if notice.details:
-        lines += [*notice.details, ""]
+        lines += [*(escape_controls(line) for line in notice.details), ""]
     for label, value in (
         ("Done", notice.done),
         ("Wanted", notice.wanted),
@@ -234,7 +242,7 @@ def _format_notice(notice: Notice, link: str) -> str:
         ("Page", link),
     ):
         if value:
-            lines.append(f"{label}: {value}")
+            lines.append(f"{label}: {printable(value, MAX_LINE)}")
     return "\n".join(lines).rstrip()
 
 

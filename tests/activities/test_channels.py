@@ -114,3 +114,21 @@ async def test_apprise_sends_a_mail() -> None:
     assert mail["Subject"] == MESSAGE.subject and "ada@b.de" in mail["To"]
     part = mail.get_body(("plain",))
     assert part is not None and MESSAGE.text in part.get_content()
+
+
+@pytest.mark.parametrize("form", ["", "&format=html"])
+async def test_no_markup_of_an_error_acts_in_a_mail(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "<img src=http://e/x.png> <!channel> [a](http://e) @everyone"
+    monkeypatch.setitem(globals(), "MESSAGE", Message(f"{said} failed", said, {}))
+    port = find_port()
+    with mail_server(port) as mails:
+        await send(apprise=f"mailto://127.0.0.1:{port}?from=relaunch@a.de&to=ada@b.de{form}")
+        (raw,) = mails
+    mail = email.message_from_bytes(raw, policy=default)
+    body = mail.get_body(("html", "plain"))
+    assert body is not None and (body.get_content_subtype() == "html") == bool(form)
+    for text in (body.get_content().replace("&nbsp;", " "), mail["Subject"]):
+        assert "‹img src=http://e/x.png›" in text and "] (http://e)" in text
+        assert not any(mark in text for mark in ("<img", "<!channel", "](", "@everyone"))

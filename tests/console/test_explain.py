@@ -304,3 +304,10 @@ async def test_as_people_type_it(tmp_path: Path) -> None:
         == "UNKNOWN"
     )
     one_sentence(await starter(tmp_path, "explain", "xid", "12345"), "Xid 12345")
+
+
+async def test_nothing_that_a_rank_wrote_acts_on_the_terminal(tmp_path: Path) -> None:
+    log = "\x1b]52;c;cm0=\x07\x1b[?4m\u202eRuntimeError: \x9b2J\x07 boom\n"
+    (tmp_path / "rank.log").write_text(log)
+    done = await starter(tmp_path, "explain", "log", "rank.log")
+    assert "boom" in done.out and done.out.replace("\n", "").isprintable(), ascii(done.out)

@@ -64,6 +64,8 @@ def piped(text: str, size: int) -> None:
         ("\x1b", []),
         ("x\x1b[12", ["x"]),
         ("x\x1b]0;never ends", ["x"]),
+        ("a\x1b]52;c;cm0=\x07b\x1b[6nc\x1b[cd\x1b]8;;http://e/\x1b\\e\n", ["abcde"]),
+        ("\u202eevil\u2066\u200b\u2028x\n", ["evilx"]),
     ],
 )
 def test_only_what_a_terminal_would_keep_is_printed(
@@ -241,3 +243,28 @@ def test_copies_that_cannot_be_written_are_given_up_once(
         printer.feed(0, text)
     out, err = capsys.readouterr()
     assert (out, err.count("cannot be written")) == ("[rank 0] a\n[rank 0] b\n", 1)
+
+
+@pytest.mark.parametrize(
+    ("sequence", "passes"),
+    [
+        ("\x1b[1;31m", "\x1b[1;31m"),
+        ("\x1b[38;5;8m", "\x1b[38;5;8m"),  # a grey, not the attribute
+        ("\x1b[48;2;8;8;8m", "\x1b[48;2;8;8;8m"),
+        ("\x1b[38:2::8:8:8m", "\x1b[38:2::8:8:8m"),
+        ("\x1b[8m", ""),  # text that is not seen
+        ("\x1b[1;08;31m", "\x1b[1;31m"),
+        ("\x1b[38;5;8;8m", "\x1b[38;5;8m"),
+        ("\x1b[>4;2m", ""),  # how the keyboard answers
+        ("\x1b[?4m", ""),  # a question, whose answer the shell would read
+        ("\x1b[0 m", ""),
+    ],
+)
+def test_colours_pass_and_nothing_that_ends_like_one(
+    sequence: str, passes: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printer = Printer(1, colour=True, is_live=False)
+    printer.feed(0, f"{sequence}text\n")
+    printer.flush()
+    line = capsys.readouterr().out.partition("[rank 0]\x1b[0m ")[2].removesuffix("\n")
+    assert line == (f"{passes}text\x1b[0m" if passes else "text")

@@ -33,7 +33,7 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.messages.jobs import NodeRepairInput
     from relaunch.pool.events import PreviousRun, ProbeOrder, ReclaimOrder, RepairRequest
     from relaunch.pool.state import NodeProbe
-    from relaunch.text import count_noun, join_names
+    from relaunch.text import count_noun, escape_markdown, join_names
     from relaunch.workflows.training_job.commands import BEAT, KEEP_TRYING
 
 ASK_TIMEOUT = timedelta(minutes=2)
@@ -185,7 +185,7 @@ async def _start_child(fleet: str, order: RepairRequest) -> bool:
             ),
             id=f"{REPAIR_ID_PREFIX}{fleet}/{order.node}",
             parent_close_policy=ParentClosePolicy.ABANDON,
-            static_summary=f"repair of {order.node}: {order.reason}"[:200],
+            static_summary=escape_markdown(f"repair of {order.node}: {order.reason}"[:150])[:200],
         )
     except WorkflowAlreadyStartedError:
         return False

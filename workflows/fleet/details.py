@@ -10,7 +10,7 @@ from typing import TypeVar
 from relaunch.pool.inventory import describe_uses
 from relaunch.pool.messages import PermitRequest
 from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, NodeStatus, OfferRecord
-from relaunch.text import count_noun, join_names
+from relaunch.text import count_noun, escape_markdown, join_names, quote_code
 from relaunch.workflows.search_attributes import DETAILS_LIMIT
 
 Item = TypeVar("Item")
@@ -47,7 +47,7 @@ def fleet_details(
     using = [record for record in state.claims if record.places]
     lines = [f"## {_summary(state, out, odd, using, waiting)}", ""]
     lines += _breaker_lines(state)
-    lines += [f"**Next** {what_next}", ""]
+    lines += [f"**Next** {escape_markdown(what_next)}", ""]
     if doing:
         lines += [f"**Under way** {_some(doing)}", ""]
     is_drained = any(node.drain is not None for node in notable)
@@ -152,7 +152,7 @@ def _is_odd(node: NodeRecord) -> bool:
 
 
 def _out_line(node: NodeRecord, is_used: bool) -> str:
-    by = f" by {node.by}" if node.by else ""
+    by = f" by {escape_markdown(node.by)}" if node.by else ""
     return (
         f"**{node.name}** {node.status}{_format_since(node.since)}{by}: "
         f"{_cut(node.reason)}{_node_notes(node, is_used)}"
@@ -165,13 +165,13 @@ def _odd_line(node: NodeRecord, is_used: bool) -> str:
 
 def _offer_line(offer: OfferRecord) -> str:
     nodes = _some([place.node for place in offer.places])
-    return f"{nodes} offered to job {offer.job} until {_format_time(offer.until)}"
+    return f"{nodes} offered to job {escape_markdown(offer.job)} until {_format_time(offer.until)}"
 
 
 def _request_line(request: PermitRequest) -> str:
     return (
-        f"{request.node}: {request.step} since {_format_time(request.asked_at)}"
-        f" by `{request.workflow}`: {_cut(request.reason)}"
+        f"{escape_markdown(request.node)}: {request.step} since {_format_time(request.asked_at)}"
+        f" by {quote_code(request.workflow)}: {_cut(request.reason)}"
     )
 
 
@@ -196,12 +196,12 @@ def _node_notes(node: NodeRecord, is_used: bool) -> str:
     if node.probe is not None and node.probe.busy:
         parts.append(_cut(node.probe.busy))
     if node.repair:
-        parts.append(f"repair `{node.repair}`")
+        parts.append(f"repair {quote_code(node.repair)}")
     if node.drain is not None:
         left = f"jobs leave it until {_format_time(node.drain.until)}"
         parts.append(
             f"{left if is_used else 'no job has it any more'}"
-            f" ({node.drain.by}: {_cut(node.drain.reason)})"
+            f" ({escape_markdown(node.drain.by)}: {_cut(node.drain.reason)})"
         )
     elif node.repair_drain is not None and node.asked_jobs:
         parts.append(
@@ -218,7 +218,8 @@ def _waiting_line(record: ClaimRecord) -> str:
     why = _cut(record.wait_reason) or "the reason is not known yet"
     fewest = f"{claim.nodes} to " if claim.nodes < claim.max_nodes else ""
     nodes = fewest + count_noun(claim.max_nodes, "node")
-    return f"**{claim.job}** {first}{nodes}{gpus}{_format_since(record.waiting_since)}: {why}"
+    since = _format_since(record.waiting_since)
+    return f"**{escape_markdown(claim.job)}** {first}{nodes}{gpus}{since}: {why}"
 
 
 def _using_line(record: ClaimRecord) -> str:
@@ -237,7 +238,7 @@ def _using_line(record: ClaimRecord) -> str:
         if claim.more_at is None
         else f"; takes up to {claim.most} from {_format_time(claim.more_at)} on"
     )
-    return f"**{claim.job}** {_some(names)}{more}{closed}"
+    return f"**{escape_markdown(claim.job)}** {_some(names)}{more}{closed}"
 
 
 def _section(title: str, items: Sequence[Item], describe: Callable[[Item], str]) -> list[str]:
@@ -259,11 +260,11 @@ def _section(title: str, items: Sequence[Item], describe: Callable[[Item], str])
 
 
 def _some(names: Sequence[str]) -> str:
-    return join_names(names, MOST_SHOWN)
+    return escape_markdown(join_names(names, MOST_SHOWN))
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
+    return escape_markdown(text if len(text) <= LONGEST else text[: LONGEST - 1] + "…")
 
 
 def _format_since(at: datetime | None) -> str:

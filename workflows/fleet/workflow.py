@@ -82,6 +82,8 @@ fails if a message arrives while it is on its way, and the whole run is then rep
 not take longer than the pause between two messages of a busy fleet."""
 CHECK, FIND, REMEMBER = "check", "find", "remember"
 PEOPLE = "people"
+MAX_ID_BYTES = 1000
+"""Of the id of a workflow; the server's limit."""
 MAX_NOTICES = 100
 """Notices posted at once."""
 
@@ -363,6 +365,8 @@ class Fleet:
     def _tell(self, receiver: str, signal: str, message: Any) -> None:
         """Send a signal after those on their way to the same receiver: a grant must not be
         overtaken by the one that it replaces."""
+        if len(receiver.encode()) > MAX_ID_BYTES:
+            return  # no workflow has such an id, and the server would refuse this task, for ever
         self._outbox.setdefault(receiver, []).append((signal, message))
         if receiver not in self._telling:
             self._telling[receiver] = asyncio.create_task(self._deliver(receiver))

@@ -16,10 +16,11 @@ from temporalio import workflow
 from temporalio.exceptions import ActivityError
 
 with workflow.unsafe.imports_passed_through():
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import TypeAdapter
 
     from relaunch.activities.fleet import FleetActivities, TellFleetInput
-    from relaunch.messages.jobs import NodeRepairInput
+    from relaunch.messages.bounds import MAX_TEXT, bound_message
+    from relaunch.messages.jobs import NodeRepairInput, explain
     from relaunch.pool.events import RepairResult, RepairStart
     from relaunch.pool.messages import Healing, Permit, PermitRequest
     from relaunch.repair.state import FinishRepair, PermitAnswered, WaitEnded
@@ -135,9 +136,9 @@ class Permits:
     def receive(self, message: Any) -> None:
         """Take an answer; ignore one that does not belong to the open request."""
         try:
-            permit = PERMIT.validate_python(message)
-        except ValidationError:
-            workflow.logger.info("a permit cannot be read: %.200r", message)
+            permit = PERMIT.validate_python(bound_message(message, MAX_TEXT))
+        except ValueError as error:
+            workflow.logger.info("a permit cannot be read: %s", explain(error))
             return
         if (
             permit.run == workflow.info().run_id

@@ -22,12 +22,11 @@ from temporalio import workflow
 from temporalio.exceptions import ApplicationError
 
 with workflow.unsafe.imports_passed_through():
-    from pydantic import ValidationError
-
     from relaunch.activities.examine import DIAGNOSE_TIMEOUTS, NodeTerms
     from relaunch.evidence.catalog import catalog
     from relaunch.evidence.findings import Verdict
     from relaunch.evidence.health import Health
+    from relaunch.messages.bounds import bound_message
     from relaunch.messages.jobs import AnswerMessage, NodeRepairInput, NodeRepairResult, explain
     from relaunch.messages.notices import Notice
     from relaunch.pool.messages import Healing
@@ -64,6 +63,7 @@ with workflow.unsafe.imports_passed_through():
         WaitForNode,
     )
     from relaunch.spec.policy import Strategy
+    from relaunch.text import escape_markdown
     from relaunch.workflows.node_repair.orders import examine_node, read_terms, send_order
     from relaunch.workflows.node_repair.permits import Permits
     from relaunch.workflows.notifier.tell import tell_people
@@ -383,7 +383,7 @@ class NodeRepair:
             await workflow.wait_condition(
                 lambda: bool(self._inbox),
                 timeout=delay,
-                timeout_summary=summary[:MAX_TIMER_SUMMARY],
+                timeout_summary=escape_markdown(summary)[:MAX_TIMER_SUMMARY],
             )
         except TimeoutError:
             return False
@@ -412,7 +412,7 @@ class NodeRepair:
         '{"decision": "approve" | "deny", "reason": "…", "by": "…"}.'
     )
     async def answer(self, message: Any = None, *_more: Any) -> str:
-        answer = AnswerMessage.model_validate(message)
+        answer = AnswerMessage.model_validate(bound_message(message))
         await await_next_task()
         approved = answer.decision == "approve"
         self._inbox.append(PersonAnswered(approved, answer.by, answer.reason))
@@ -421,8 +421,10 @@ class NodeRepair:
     @answer.validator
     def _check_answer(self, message: Any = None, *_more: Any) -> None:
         try:
-            answer = AnswerMessage.model_validate({} if message in (None, "") else message)
-        except ValidationError as error:
+            answer = AnswerMessage.model_validate(
+                bound_message({} if message in (None, "") else message)
+            )
+        except ValueError as error:
             raise reject(explain(error)) from None
         if answer.decision not in ("approve", "deny"):
             raise reject(f"decision: {answer.decision or 'missing'}, expected approve or deny")

@@ -15,9 +15,11 @@ from temporalio.common import RetryPolicy
 from temporalio.exceptions import ActivityError
 
 with workflow.unsafe.imports_passed_through():
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import TypeAdapter
 
     from relaunch.activities.notify import PeopleActivities
+    from relaunch.messages.bounds import MAX_TEXT, bound_message
+    from relaunch.messages.jobs import explain
     from relaunch.messages.notices import (
         DeliverInput,
         Delivery,
@@ -26,7 +28,7 @@ with workflow.unsafe.imports_passed_through():
         Outbox,
         format_subject,
     )
-    from relaunch.text import count_noun
+    from relaunch.text import count_noun, escape_markdown
     from relaunch.workflows.builds import continue_as_new, is_build_outdated
     from relaunch.workflows.notifier.outbox import find_wake, post, record_results, take
 
@@ -73,7 +75,7 @@ class Notifier:
                 start_to_close_timeout=DELIVERY_TIMEOUT,
                 schedule_to_close_timeout=GIVE_UP_TIMEOUT,
                 retry_policy=DELIVERY_RETRY,
-                summary=format_subject(self._fleet, notices)[:200],
+                summary=escape_markdown(format_subject(self._fleet, notices)[:150])[:200],
             )
         except ActivityError as error:
             workflow.logger.warning("a message was not sent: %s", error.cause or error)
@@ -119,9 +121,9 @@ class Notifier:
     @workflow.signal(description="Notices to be sent to people. Only relaunch sends them.")
     def post(self, notices: Any = None, *_more: Any) -> None:
         try:
-            self._inbox += NOTICES.validate_python(notices)
-        except ValidationError as error:
-            workflow.logger.warning("notices that cannot be read: %s", error)
+            self._inbox += NOTICES.validate_python(bound_message(notices, MAX_TEXT))
+        except ValueError as error:
+            workflow.logger.warning("notices that cannot be read: %s", explain(error))
 
     @workflow.signal(
         description="Another build of relaunch is to work for this workflow. Only relaunch sends"
@@ -144,8 +146,8 @@ def format_page(fleet: str, outbox: Outbox) -> str:
     ]
     for one in outbox.failing:
         lines.append(
-            f"- **{one.channel} FAILS** since {_format_time(one.since)}"
-            f" ({count_noun(one.failures, 'failure')}): {one.reason}"
+            f"- **{escape_markdown(one.channel)} FAILS** since {_format_time(one.since)}"
+            f" ({count_noun(one.failures, 'failure')}): {escape_markdown(one.reason)}"
         )
     if outbox.pending:
         lines.append(f"- {count_noun(len(outbox.pending), 'notice waits', 'notices wait')}")

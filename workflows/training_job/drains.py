@@ -11,6 +11,7 @@ from temporalio import workflow
 with workflow.unsafe.imports_passed_through():
     from relaunch.job.events import DrainDue
     from relaunch.job.state import NodeDrain, Phase
+    from relaunch.text import escape_markdown
     from relaunch.workflows.training_job.session import Session
 
 
@@ -35,9 +36,8 @@ class DrainTimers:
     async def _wait(self, drain: NodeDrain) -> None:
         session = self._session
         left = max(0.0, (drain.until - workflow.now()).total_seconds())
-        await workflow.sleep(
-            left, summary=f"until {drain.node} has to be left: {drain.reason}"[:200]
-        )
+        until = f"until {drain.node} has to be left: {drain.reason}"[:150]
+        await workflow.sleep(left, summary=escape_markdown(until)[:200])
         while True:  # repeat until it has left: another event of the same moment may be taken first
             await workflow.wait_condition(lambda: session.job.phase is Phase.RUNNING)
             session.post(DrainDue(drain.node))

@@ -12,13 +12,12 @@ from typing import Any
 from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
-    from pydantic import ValidationError
-
     from relaunch.fields import duration
     from relaunch.job.decide import check_answer, describe_approval
     from relaunch.job.drain import describe_next, find_drain
     from relaunch.job.events import Event, MessageRejected, NodesOffered, PolicyChanged
     from relaunch.job.state import JobState, Phase
+    from relaunch.messages.bounds import MAX_TEXT, bound_message
     from relaunch.messages.jobs import (
         OFFER,
         AnswerMessage,
@@ -73,8 +72,8 @@ class MessageHandlers:
     )
     def granted(self, message: Any = None, *_more: Any) -> None:
         try:
-            self._claims.take_grant(message)
-        except ValidationError as error:
+            self._claims.take_grant(bound_message(message, MAX_TEXT))
+        except ValueError as error:
             self._session.post(MessageRejected("granted", explain(error)))
 
     @workflow.signal(
@@ -83,8 +82,8 @@ class MessageHandlers:
     )
     def nodes_offered(self, message: Any = None, *_more: Any) -> None:
         try:
-            offer = OFFER.validate_python(message)
-        except ValidationError as error:
+            offer = OFFER.validate_python(bound_message(message, MAX_TEXT))
+        except ValueError as error:
             self._session.post(MessageRejected("nodes_offered", explain(error)))
             return
         if self._claims.is_current(offer):
@@ -114,8 +113,8 @@ class MessageHandlers:
     )
     def hint(self, message: Any = None, *_more: Any) -> None:
         try:
-            self._watches.probe_now(HintMessage.model_validate(message or {}))
-        except ValidationError as error:
+            self._watches.probe_now(HintMessage.model_validate(bound_message(message or {})))
+        except ValueError as error:
             self._session.post(MessageRejected("hint", explain(error)))
 
     @workflow.signal(
@@ -126,8 +125,8 @@ class MessageHandlers:
 
     def _receive(self, name: str, message: Any, parse: Callable[[Any], Event]) -> None:
         try:
-            self._session.post(parse({} if message in (None, "") else message))
-        except ValidationError as error:
+            self._session.post(parse(bound_message({} if message in (None, "") else message)))
+        except ValueError as error:
             self._session.post(MessageRejected(name, explain(error)))
 
     @workflow.update(
@@ -135,7 +134,7 @@ class MessageHandlers:
         '"reason": "…", "by": "…"}.'
     )
     async def change_policy(self, message: Any = None, *_more: Any) -> str:
-        changed = PolicyMessage.model_validate(message or {})
+        changed = PolicyMessage.model_validate(bound_message(message or {}))
         await await_next_task()
         # It was consistent with the policy at that time; another change may have come since.
         policy = self._overlay(changed)
@@ -151,16 +150,14 @@ class MessageHandlers:
         waiting = [one.policy for one in self._session.inbox if isinstance(one, PolicyChanged)]
         try:
             return overlay(waiting[-1] if waiting else self._session.job.policy, changed.policy)
-        except ValidationError as error:
-            raise reject(explain(error)) from None
         except ValueError as error:
-            raise reject(str(error)) from None
+            raise reject(explain(error)) from None
 
     @change_policy.validator
     def _check_policy(self, message: Any = None, *_more: Any) -> None:
         try:
-            changed = PolicyMessage.model_validate(message or {})
-        except ValidationError as error:
+            changed = PolicyMessage.model_validate(bound_message(message or {}))
+        except ValueError as error:
             raise reject(explain(error)) from None
         self._overlay(changed)
         if not changed.policy:
@@ -173,7 +170,7 @@ class MessageHandlers:
         "wanted, at once or not before it has to."
     )
     async def answer(self, message: Any = None, *_more: Any) -> str:
-        answered = AnswerMessage.model_validate(message)
+        answered = AnswerMessage.model_validate(bound_message(message))
         await await_next_task()
         self._session.post(answer_event(answered, workflow.now()))
         if answered.node:
@@ -197,8 +194,10 @@ class MessageHandlers:
     @answer.validator
     def _check_answer(self, message: Any = None, *_more: Any) -> None:
         try:
-            answered = AnswerMessage.model_validate({} if message in (None, "") else message)
-        except ValidationError as error:
+            answered = AnswerMessage.model_validate(
+                bound_message({} if message in (None, "") else message)
+            )
+        except ValueError as error:
             raise reject(explain(error)) from None
         if not answered.decision:
             raise reject("decision: missing, expected approve, deny, snooze or take-over")

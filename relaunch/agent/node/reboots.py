@@ -48,7 +48,7 @@ def _read_entries(state: Path) -> List[Json]:
     for text in lines:
         try:
             entry = json.loads(text)
-        except ValueError:  # torn by a power loss, or cut where reading began
+        except (ValueError, RecursionError):  # torn by a power loss, or cut where reading began
             continue
         if not isinstance(entry, dict):
             continue

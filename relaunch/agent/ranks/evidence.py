@@ -11,6 +11,7 @@ from pathlib import Path
 
 from relaunch.agent.node import kernel_log
 from relaunch.agent.protocol import Json
+from relaunch.agent.ranks.rank_files import open_plain
 from relaunch.agent.state import Generation, read_json
 
 MAX_ERROR_BYTES = 256 * 1024
@@ -32,7 +33,7 @@ A launcher logs every rank that failed, with a traceback; the rank that failed f
 def read_error(path: Path) -> Json | None:
     """Return the rank's error file, None if it wrote none, or {"unreadable": reason}."""
     try:
-        with open(path, "rb") as file:
+        with open_plain(path) as file:
             data = file.read(MAX_ERROR_BYTES + 1)
     except FileNotFoundError:
         return None
@@ -56,7 +57,7 @@ def read_tail(
 ) -> list[str]:
     """Return the last lines of a log, within the limits; an empty list if it cannot be read."""
     try:
-        with open(path, "rb") as file:
+        with open_plain(path) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - max_bytes))
             data = file.read(max_bytes)

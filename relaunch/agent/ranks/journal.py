@@ -41,7 +41,7 @@ def _parse(data: bytes) -> tuple[list[Json], int]:
             return observations, parsed_bytes
         try:
             observations.append(json.loads(data[parsed_bytes:end]))
-        except ValueError:
+        except (ValueError, RecursionError):
             return observations, parsed_bytes
         parsed_bytes = end + 1
 

@@ -15,6 +15,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from relaunch.agent import tools
 from relaunch.agent.protocol import Json, Order, now
+from relaunch.agent.ranks.rank_files import open_plain
 from relaunch.agent.state import Generation
 
 TORN_TIMEOUT = 2.0
@@ -257,7 +258,7 @@ class RankProgress:
         """Return the last lines that the rank printed, for people: without control characters."""
         newest = max(self.logs, key=lambda log: log.printed_at())
         try:
-            with open(newest.path, "rb") as file:
+            with open_plain(newest.path) as file:
                 start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
                 file.seek(start)
                 data = file.read(TAIL_BYTES)
@@ -293,7 +294,7 @@ class RankProgress:
             signature = (status.st_mtime_ns, status.st_size, status.st_ino)
             if signature == self._signature:
                 return True
-            with open(self.file, "rb") as file:
+            with open_plain(self.file) as file:
                 text = file.read(MAX_FILE_BYTES).decode(errors="replace")
         except FileNotFoundError:
             return False

@@ -43,7 +43,7 @@ def read_event(body: str) -> TaskEvent | None:
             str(detail.get("stoppedReason") or "")
         )
         return TaskEvent(str(detail["taskArn"]), int(detail["version"]), token, ended)
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"it is no event of EventBridge: {type(error).__name__} {error}") from None
 
 

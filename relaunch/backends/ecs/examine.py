@@ -427,7 +427,7 @@ def _answer(lines: list[str]) -> dict[str, Any] | None:
         return None
     try:
         answer = json.loads("".join(parts[number] for number in sorted(parts)))
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return answer if isinstance(answer, dict) else None
 
