@@ -6,6 +6,7 @@ Clients get it from one place: `temporal.data_converter`.
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -15,9 +16,12 @@ from temporalio.contrib.pydantic import PydanticJSONPlainPayloadConverter
 from temporalio.converter import (
     CompositePayloadConverter,
     DataConverter,
+    DefaultFailureConverter,
+    DefaultFailureConverterWithEncodedAttributes,
     DefaultPayloadConverter,
     EncodingPayloadConverter,
     JSONPlainPayloadConverter,
+    PayloadCodec,
 )
 
 MAX_PLAIN_BYTES = 256 * 1024
@@ -88,3 +92,13 @@ class SharedPayloadConverter(CompositePayloadConverter):
 
 
 shared_converter = DataConverter(payload_converter_class=SharedPayloadConverter)
+
+
+def make_converter(codec: PayloadCodec, encrypts: bool) -> DataConverter:
+    """Return the shared converter with a codec.
+
+    With `encrypts`, messages and stack traces of failures go into a payload, too, and the server
+    has "Encoded failure" in their place. Without, they stay readable in the web UI.
+    """
+    failures = DefaultFailureConverterWithEncodedAttributes if encrypts else DefaultFailureConverter
+    return replace(shared_converter, payload_codec=codec, failure_converter_class=failures)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from relaunch.config import ConfigError
+from relaunch.config import ConfigError, Settings, read_settings
 
 if TYPE_CHECKING:
     from temporalio.client import Client
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 UP_FILE = "up.json"
 CONNECT_TIMEOUT_S = 10.0
 """Seconds: more than a server needs to restart (under 1 s), less than a person would wait."""
+CHECK_TIMEOUT = timedelta(seconds=5)
 RETENTION = timedelta(days=30)
 KEYWORD, INT, KEYWORD_LIST = "Keyword", "Int", "KeywordList"
 SEARCH_ATTRIBUTES = {
@@ -49,17 +50,24 @@ class UpProcess:
     """The kind of machine of each fleet of its worker, by the fleet's name; empty without one."""
 
 
-def data_converter() -> DataConverter:
+def data_converter(settings: Settings | None = None) -> DataConverter:
     """Return the shared converter of clients, workers and tests.
+
+    It encrypts if the settings name a key; by default those of the environment and the file.
 
     It is pydantic's, with type adapters cached for the whole process. The SDK makes a converter for
     each workflow instance, and its own keeps the type adapters for that instance only: it takes 70
     ms to build them for each job that is started or replayed, and memory holds a thousand copies
     (`benchmarks/many.py` failed workflow tasks because of it).
-    """
-    from relaunch.converter import shared_converter
 
-    return shared_converter
+    Raises:
+        ConfigError: the settings name keys that cannot be used.
+    """
+    from relaunch.converter import make_converter
+    from relaunch.encryption import read_codec
+
+    codec = read_codec(settings or read_settings(strict=False))
+    return make_converter(codec, encrypts=codec.active is not None)
 
 
 def read_start_time(pid: int) -> int | None:
@@ -141,6 +149,7 @@ async def connect(state: Path, address: str | None = None) -> Client:
     """
     from temporalio.client import Client
 
+    converter = data_converter()
     config = _read_configuration()
     target = address or config.get("target_host")
     if not target:
@@ -153,8 +162,8 @@ async def connect(state: Path, address: str | None = None) -> Client:
         target = up.address
     config["target_host"] = target
     try:
-        return await asyncio.wait_for(
-            Client.connect(**config, data_converter=data_converter()), CONNECT_TIMEOUT_S
+        client = await asyncio.wait_for(
+            Client.connect(**config, data_converter=converter), CONNECT_TIMEOUT_S
         )
     except TimeoutError:
         raise ConfigError(
@@ -167,6 +176,70 @@ async def connect(state: Path, address: str | None = None) -> Client:
             f"the Temporal server at {target} cannot be reached: {cause};"
             " expected the host:port of a running server"
         ) from None
+    await check_keys(client)
+    return client
+
+
+async def check_keys(client: Client, workflows: int = 10, histories: int = 1) -> None:
+    """Prove that this process can read what the namespace has, before it writes anything there.
+
+    The running workflows come first, then those that ended last. Of each the memo is read, and of
+    some the first event: it may have been written with an older key.
+
+    Args:
+        workflows: How many are looked at; each thousand is a call.
+        histories: Of how many the first event is read, first of those without a memo; each is a
+            call.
+
+    Raises:
+        UnreadablePayloadError: A key is missing, or another one has its id.
+    """
+    from temporalio.api.common.v1 import Payload, WorkflowExecution
+    from temporalio.api.workflowservice.v1 import GetWorkflowExecutionHistoryRequest
+    from temporalio.service import RPCError
+
+    from relaunch.encryption import KEY_ID, UnreadablePayloadError
+
+    codec = client.data_converter.payload_codec
+    assert codec is not None
+    proven = set()
+
+    async def prove(id: str, payloads: Iterable[Payload]) -> None:
+        for payload in payloads:
+            key = payload.metadata.get(KEY_ID)
+            if key is None or key in proven:
+                continue
+            try:
+                await codec.decode([payload])
+            except ConfigError as error:
+                raise UnreadablePayloadError(
+                    f"{id} cannot be read, so nothing is done: {error}"
+                ) from None
+            proven.add(key)
+
+    found = []
+    try:
+        async for one in client.list_workflows(
+            limit=workflows, page_size=min(workflows, 1000), rpc_timeout=CHECK_TIMEOUT
+        ):
+            memo = one.raw_info.memo.fields
+            await prove(one.id, memo.values())
+            found.append((bool(memo), one.id, one.run_id))
+        found.sort(key=lambda one: one[0])
+        for _, id, run_id in found[:histories]:
+            request = GetWorkflowExecutionHistoryRequest(
+                namespace=client.namespace,
+                execution=WorkflowExecution(workflow_id=id, run_id=run_id),
+                maximum_page_size=1,
+            )
+            read = await client.workflow_service.get_workflow_execution_history(
+                request, timeout=CHECK_TIMEOUT
+            )
+            for event in read.history.events:
+                started = event.workflow_execution_started_event_attributes
+                await prove(id, started.input.payloads)
+    except RPCError:
+        return  # what is asked of the server next says why, and where
 
 
 async def read_server_id(client: Client) -> str:

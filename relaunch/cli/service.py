@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import IO
 
 from relaunch.cli.database import DATABASE, check_database, note_writer
-from relaunch.config import ConfigError
+from relaunch.config import KEYRING_VARIABLE, ConfigError
+from relaunch.encryption import UnreadablePayloadError
 from relaunch.messages.jobs import CancelMessage
-from relaunch.temporal import UP_FILE, connect, ensure_namespace, write_up
+from relaunch.temporal import UP_FILE, connect, data_converter, ensure_namespace, write_up
 
 RELAUNCH = (sys.executable, "-P", str(Path(__file__).resolve().parents[1] / "__main__.py"))
 """The command line of this very package. -P keeps the folder of that file off the module path."""
@@ -211,11 +212,12 @@ async def serve(
     environment = _make_environment(service)
     is_single = attended_job is not None
     program = find_server(service.temporal)
+    data_converter()  # keys that cannot be used are found before anything is started
     await asyncio.to_thread(check_database, service.state, program)
     server = Keeper(
         "server",
         _make_server_command(service, program),
-        {**(SINGLE_JOB_RUNTIME if is_single else SHARED_RUNTIME), **environment},
+        {**(SINGLE_JOB_RUNTIME if is_single else SHARED_RUNTIME), **_without_keys(environment)},
         service.state / "server.log",
         say,
         # The program may have been replaced since its last start.
@@ -230,7 +232,7 @@ async def serve(
     warm = Keeper(
         "warm command line",
         [*RELAUNCH, "warm", str(service.state.resolve())],
-        environment,
+        _without_keys(environment),
         service.state / "warm.log",
         say,
     )
@@ -281,6 +283,11 @@ def _make_environment(service: Service) -> dict[str, str]:
         "RELAUNCH_STATE": str(service.state.resolve()),
         "RELAUNCH_FLEETS": os.pathsep.join(str(path.resolve()) for path in service.fleets),
     }
+
+
+def _without_keys(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment for processes that decrypt nothing."""
+    return {name: value for name, value in environment.items() if name != KEYRING_VARIABLE}
 
 
 def _name_workers(service: Service) -> Iterator[tuple[str, dict[str, str]]]:
@@ -440,6 +447,8 @@ async def _wait_for_server(service: Service, server: Keeper) -> None:
             client = await connect(service.state, service.address)
             await ensure_namespace(client)
             return
+        except UnreadablePayloadError:
+            raise
         except ConfigError:
             if time.monotonic() > deadline:
                 raise ConfigError(

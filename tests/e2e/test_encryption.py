@@ -1,0 +1,190 @@
+"""What Temporal's server stores of a job with faults, as bytes of its database and of a backup."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from relaunch.cli.backup import back_up
+from relaunch.cli.database import DATABASE
+from relaunch.config import KEYRING_VARIABLE
+from tests.chaos.world import FLEET, World, chaos_policy
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+SECRET, FILED = "planted-of-a-secret", "planted-of-an-env-file"
+PLANTED = {
+    name: f"planted-{name.replace(' ', '-')}"
+    for name in (
+        "variable",
+        "argument",
+        "annotation",
+        "checkpoint folder",
+        "log pattern",
+        "secrets file",
+        "environment file",
+        "log line",
+        "exception",
+        "source line",
+        "cancel",
+        "retry",
+        "policy change",
+        "quarantine",
+        "release",
+        "pause",
+        "resume",
+        "repair",
+        "work folder",
+        "person",
+    )
+}
+PROGRAM = f"""
+import os, pathlib, sys, time
+print({PLANTED["log line"]!r}, flush=True)
+step = 0
+while not pathlib.Path("stop").exists():
+    step += 1
+    print("step", step, flush=True)
+    time.sleep(0.05)
+    if os.environ["RANK"] == "0" and pathlib.Path("fail").exists():
+        pathlib.Path("fail").unlink()
+        raise RuntimeError({PLANTED["exception"]!r})  # {PLANTED["source line"]}
+"""
+STILL_SHOWN = ("job/faulty", f"fleet/{FLEET}", "RUNNING", "APPLICATION", "RESTART_IN_PLACE", "n1")
+"""Of the search attributes and ids: docs/encryption.md."""
+
+
+def list_forms(text: str) -> list[bytes]:
+    """Return how a text may stand in a file: as it is, in UTF-16, in base64 at any offset."""
+    raw = text.encode()
+    coded = [base64.b64encode(b"\0" * n + raw)[(n * 4 + 2) // 3 + 1 :][:-4] for n in range(3)]
+    return [raw, text.encode("utf-16-le"), *coded]
+
+
+def find(texts: Iterable[str], files: Iterable[Path]) -> set[str]:
+    """Return which of the texts are in one of the files."""
+    forms = {text: list_forms(text) for text in texts}
+    found: set[str] = set()
+    for path in files:
+        with contextlib.suppress(OSError):
+            content = path.read_bytes()
+            found |= {text for text, each in forms.items() if any(one in content for one in each)}
+    return found
+
+
+def find_in_processes(text: str) -> list[str]:
+    """Return what has a text in its command line, or in its environment without being a rank."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (process / "cmdline").read_bytes()
+            variables = (process / "environ").read_bytes()
+            if text.encode() in words:
+                found.append(f"command line {words!r}")
+            if text.encode() in variables and b"\0RANK=" not in variables:
+                found.append(f"environment of {words!r}")
+    return found
+
+
+def write_key(folder: Path, id: str) -> None:
+    folder.mkdir(mode=0o700, exist_ok=True)
+    (folder / id).touch(mode=0o600)
+    (folder / id).write_text(base64.b64encode(os.urandom(32)).decode() + "\n")
+
+
+async def play(world: World, folder: Path, rotate: bool) -> None:
+    """Run a job with faults, ordered about by a person, with a new key in the middle."""
+    work = folder / PLANTED["work folder"]
+    work.mkdir()
+    (work / "train.py").write_text(PROGRAM)
+    secret, filed = folder / PLANTED["secrets file"], folder / PLANTED["environment file"]
+    for path, text in ((secret, SECRET), (filed, f"FILED={FILED}\n")):
+        path.touch(mode=0o600)
+        path.write_text(text)
+
+    async def order(*words: str) -> str:
+        code, output = await world.run_starter(*words)
+        assert code == 0, output
+        assert SECRET not in output and FILED not in output
+        return output
+
+    job = await world.submit(
+        name="faulty",
+        nodes=1,
+        policy=chaos_policy(),
+        command=[world.python, "-S", "train.py", PLANTED["argument"]],
+        workdir=str(work),
+        env={"SHOWN": PLANTED["variable"], "WHO": PLANTED["person"]},
+        env_file=str(filed),
+        secrets={"TOKEN": {"file": str(secret)}},
+        checkpoint={"directory": PLANTED["checkpoint folder"]},
+        progress={"log_pattern": rf"({PLANTED['log pattern']}|step) (?P<step>\d+)"},
+        metadata={"annotations": {"note": PLANTED["annotation"]}},
+    )
+
+    async def fail(generation: int) -> None:
+        await job.until_phase("RUNNING", generation=generation)
+        (work / "fail").touch()
+        await job.until_phase("RUNNING", generation=generation + 1)
+
+    await fail(1)
+    await order("retry", "faulty", "--reason", PLANTED["retry"])
+    await job.until_phase("RUNNING", generation=3)
+    change = ("policy", "change", "faulty", "--set", "max_restarts=50")
+    await order(*change, "--reason", PLANTED["policy change"])
+    if rotate:
+        await world.worker.end(signal.SIGTERM)
+        world.environment["RELAUNCH_ENCRYPTION_KEY"] = "second"
+        await world.worker.start()
+    await fail(3)
+    await fail(4)
+    assert SECRET not in str(await job.incidents())
+    fleet = ("--fleet", FLEET, "--reason")
+    await order("nodes", "quarantine", "n3", *fleet, PLANTED["quarantine"])
+    await order("nodes", "release", "n3", *fleet, PLANTED["release"])
+    await order("nodes", "pause", *fleet, PLANTED["pause"])
+    await order("nodes", "resume", *fleet, PLANTED["resume"])
+    assert find_in_processes(SECRET) == [] and find_in_processes(FILED) == []
+    await order("nodes", "repair", "n4", "--reboot", *fleet, PLANTED["repair"])
+    for page in ("show", "history", "report", "next"):
+        await order(page, "faulty", "--json")
+    output = await order("logs", "faulty")
+    assert PLANTED["log line"] in output
+    await order("nodes", "list", "--fleet", FLEET, "--json")
+    await order("cancel", "faulty", "--reason", PLANTED["cancel"])
+    await job.until_phase("CANCELLED")
+    await order("history", "faulty")
+
+
+@pytest.mark.parametrize("encrypts", [True, False])
+async def test_a_database_and_its_backup_hold_nothing_that_was_planted(
+    tmp_path: Path, encrypts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RELAUNCH_ENCRYPTION_KEYS", "RELAUNCH_ENCRYPTION_KEY", KEYRING_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    if encrypts:
+        write_key(tmp_path / "keys", "first")
+        monkeypatch.setenv("RELAUNCH_ENCRYPTION_KEYS", str(tmp_path / "keys"))
+        monkeypatch.setenv("RELAUNCH_ENCRYPTION_KEY", "first")
+        write_key(tmp_path / "keys", "second")
+    folder = tmp_path / "world"
+    async with World(folder, 60 + encrypts, nodes=1, spares=3, answer_within=5.0) as world:
+        await play(world, tmp_path, rotate=encrypts)
+        state = folder / "state"
+        (state / DATABASE).symlink_to(folder / "temporal.db")
+        back_up(state, tmp_path / "copy")
+        database = list(folder.glob("temporal.db*"))
+        copy = [path for path in (tmp_path / "copy").rglob("*") if path.is_file()]
+        everything = [path for path in folder.rglob("*") if path.is_file()]
+        assert {path.name for path in database} >= {"temporal.db", "temporal.db-wal"}
+        for files in (database, copy):
+            expected = set() if encrypts else set(PLANTED.values())
+            assert find(PLANTED.values(), files) == expected
+            assert find(STILL_SHOWN, files) == set(STILL_SHOWN)
+        # Environments of jobs of `run` are in the copy; this job's file is the user's own.
+        assert find([SECRET, FILED], [*everything, *copy]) == set()
