@@ -67,17 +67,27 @@ class _CompressedJsonConverter(EncodingPayloadConverter):
         """Raises:
         ValueError: The payload is damaged, or longer than `MAX_DECOMPRESSED_BYTES`.
         """
-        decompressor = zlib.decompressobj()
-        try:
-            data = decompressor.decompress(payload.data, MAX_DECOMPRESSED_BYTES)
-        except zlib.error as error:
-            raise ValueError(f"a compressed payload cannot be read: {error}") from error
-        if not decompressor.eof:
-            raise ValueError(
-                "a compressed payload is cut off, or longer than"
-                f" {MAX_DECOMPRESSED_BYTES >> 20} MiB"
-            )
-        return _JsonConverter().from_payload(Payload(data=data), type_hint)
+        return _JsonConverter().from_payload(expand(payload), type_hint)
+
+
+def expand(payload: Payload) -> Payload:
+    """Return a compressed payload as plain JSON, and any other as it is.
+
+    Raises:
+        ValueError: It is damaged, or longer than `MAX_DECOMPRESSED_BYTES`.
+    """
+    if payload.metadata.get("encoding") != COMPRESSED:
+        return payload
+    decompressor = zlib.decompressobj()
+    try:
+        data = decompressor.decompress(payload.data, MAX_DECOMPRESSED_BYTES)
+    except zlib.error as error:
+        raise ValueError(f"a compressed payload cannot be read: {error}") from error
+    if not decompressor.eof:
+        raise ValueError(
+            f"a compressed payload is cut off, or longer than {MAX_DECOMPRESSED_BYTES >> 20} MiB"
+        )
+    return Payload(metadata={"encoding": b"json/plain"}, data=data)
 
 
 class SharedPayloadConverter(CompositePayloadConverter):

@@ -111,6 +111,10 @@ class EncryptionCodec(PayloadCodec):
         self._ring = ring
         self.active = active
 
+    @property
+    def has_keys(self) -> bool:
+        return self._ring is not None
+
     async def encode(self, payloads: Sequence[Payload]) -> list[Payload]:
         return [self.encrypt(one) for one in payloads]
 

@@ -27,7 +27,7 @@ from relaunch.cli.database import DATABASE, check_database, note_writer
 from relaunch.config import KEYRING_VARIABLE, ConfigError
 from relaunch.encryption import UnreadablePayloadError
 from relaunch.messages.jobs import CancelMessage
-from relaunch.temporal import UP_FILE, connect, data_converter, ensure_namespace, write_up
+from relaunch.temporal import UP_FILE, connect, ensure_namespace, write_up
 
 RELAUNCH = (sys.executable, "-P", str(Path(__file__).resolve().parents[1] / "__main__.py"))
 """The command line of this very package. -P keeps the folder of that file off the module path."""
@@ -212,7 +212,6 @@ async def serve(
     environment = _make_environment(service)
     is_single = attended_job is not None
     program = find_server(service.temporal)
-    data_converter()  # keys that cannot be used are found before anything is started
     await asyncio.to_thread(check_database, service.state, program)
     server = Keeper(
         "server",

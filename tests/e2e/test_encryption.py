@@ -7,14 +7,20 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
+from relaunch.builds import RunningWorkflow
+from relaunch.cli import jobs
 from relaunch.cli.backup import back_up
 from relaunch.cli.database import DATABASE
-from relaunch.config import KEYRING_VARIABLE
-from tests.chaos.world import FLEET, World, chaos_policy
+from relaunch.cli.upgrade import read_task_failure
+from relaunch.config import KEYRING_VARIABLE, ConfigError
+from relaunch.messages.logs import ReadIncidentsInput, ReadIncidentsOutput
+from relaunch.temporal import connect
+from tests.chaos.world import FLEET, QUEUE, World, chaos_policy, eventually
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 SECRET, FILED = "planted-of-a-secret", "planted-of-an-env-file"
@@ -161,12 +167,16 @@ async def play(world: World, folder: Path, rotate: bool) -> None:
     await order("history", "faulty")
 
 
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RELAUNCH_ENCRYPTION_KEYS", "RELAUNCH_ENCRYPTION_KEY", KEYRING_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.mark.parametrize("encrypts", [True, False])
 async def test_a_database_and_its_backup_hold_nothing_that_was_planted(
     tmp_path: Path, encrypts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("RELAUNCH_ENCRYPTION_KEYS", "RELAUNCH_ENCRYPTION_KEY", KEYRING_VARIABLE):
-        monkeypatch.delenv(name, raising=False)
     if encrypts:
         write_key(tmp_path / "keys", "first")
         monkeypatch.setenv("RELAUNCH_ENCRYPTION_KEYS", str(tmp_path / "keys"))
@@ -188,3 +198,56 @@ async def test_a_database_and_its_backup_hold_nothing_that_was_planted(
             assert find(STILL_SHOWN, files) == set(STILL_SHOWN)
         # Environments of jobs of `run` are in the copy; this job's file is the user's own.
         assert find([SECRET, FILED], [*everything, *copy]) == set()
+
+
+async def test_what_a_worker_cannot_read_waits_for_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, mine = tmp_path / "keys", tmp_path / "mine"
+    write_key(folder, "first")
+    write_key(mine, "second")
+    monkeypatch.setenv("RELAUNCH_ENCRYPTION_KEYS", str(folder))
+    monkeypatch.setenv("RELAUNCH_ENCRYPTION_KEY", "first")
+    async with World(tmp_path / "world", 62, nodes=1, spares=1, answer_within=5.0) as world:
+        # A job that was there before, written with the worker's key, is not disturbed.
+        other = await world.submit(name="other", nodes=1)
+        await other.until_phase("RUNNING")
+        monkeypatch.setenv("RELAUNCH_ENCRYPTION_KEYS", str(mine))
+        monkeypatch.setenv("RELAUNCH_ENCRYPTION_KEY", "second")
+        address = world.environment["TEMPORAL_ADDRESS"]
+        with pytest.raises(ConfigError, match=r"job/other cannot be read.*key 'first', which fold"):
+            await connect(tmp_path, address)
+        (mine / "first").touch(mode=0o600)
+        (mine / "first").write_bytes((folder / "first").read_bytes())
+        world.client = await connect(tmp_path, address)
+        job = await world.submit(name="unreadable", nodes=1)
+        incidents = ReadIncidentsInput("default", "other")
+        activity = await world.client.start_activity(
+            "read_incidents",
+            incidents,
+            id="unreadable",
+            task_queue=QUEUE,
+            result_type=ReadIncidentsOutput,
+            start_to_close_timeout=timedelta(seconds=2),
+        )
+
+        async def is_tried_again() -> bool:
+            task = (await jobs.describe(world.client, job.name)).raw_description
+            again = (await activity.describe()).attempt
+            return task.pending_workflow_task.attempt > 2 and again > 2
+
+        await eventually(is_tried_again, "the tasks of a job without a key are not tried again")
+        workflow = RunningWorkflow(f"job/{job.name}", job.run_id, "TrainingJob")
+        reason = await read_task_failure(world.client, workflow)
+        assert f"key 'second', which folder {folder} does not have" in reason
+        log = world.worker.log.read_text()
+        assert "an activity is left to another worker: a payload is encrypted with key 'sec" in log
+        (folder / "second").touch(mode=0o600)
+        (folder / "second").write_bytes((mine / "second").read_bytes())
+        assert (await activity.result()).incidents == ()
+        await job.until_phase("RUNNING")
+        await job.until_steps()
+        assert (await job.phase())[1] == (await other.phase())[1] == 1
+        for one in (job, other):
+            one.let_end()
+            await one.until_phase("SUCCEEDED")
