@@ -70,6 +70,10 @@ class Settings(BaseModel):
     encryption_key: str | None = Field(default=None, max_length=63)
     """Id of the key that encrypts what is written from now on; `none`: nothing is encrypted, and
     keys are only there to read."""
+    search_attributes: Literal["all", "ids"] = "all"
+    """What the search attributes of jobs that are submitted from here show; they are never
+    encrypted. `ids`: phase, generation and whether there is an incident, but no cause, strategy or
+    nodes."""
     temporal_bin: Path | None = None
     """Temporal's program, which `up` and `run` start; default: the one installed with relaunch. A
     database that another version wrote needs that version's."""
@@ -77,6 +81,10 @@ class Settings(BaseModel):
     """Of the worker's log."""
     fleets: tuple[Path, ...] = ()
     """Fleet files. In the environment they are separated by `:`, as in PATH."""
+
+    @property
+    def hides_causes(self) -> bool:
+        return self.search_attributes == "ids"
 
     @field_validator("fleets", mode="before")
     @classmethod

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from relaunch.config import ConfigError, Settings, read_settings
 
 if TYPE_CHECKING:
+    from temporalio.api.common.v1 import Payload
     from temporalio.client import Client
     from temporalio.converter import DataConverter
     from temporalio.envconfig import ClientConnectConfig
@@ -194,8 +195,6 @@ async def check_keys(client: Client, workflows: int = 10, histories: int = 1) ->
     Raises:
         UnreadablePayloadError: A key is missing, or another one has its id.
     """
-    from temporalio.api.common.v1 import Payload, WorkflowExecution
-    from temporalio.api.workflowservice.v1 import GetWorkflowExecutionHistoryRequest
     from temporalio.service import RPCError
 
     from relaunch.encryption import KEY_ID, UnreadablePayloadError
@@ -227,19 +226,46 @@ async def check_keys(client: Client, workflows: int = 10, histories: int = 1) ->
             found.append((bool(memo), one.id, one.run_id))
         found.sort(key=lambda one: one[0])
         for _, id, run_id in found[:histories]:
-            request = GetWorkflowExecutionHistoryRequest(
-                namespace=client.namespace,
-                execution=WorkflowExecution(workflow_id=id, run_id=run_id),
-                maximum_page_size=1,
-            )
-            read = await client.workflow_service.get_workflow_execution_history(
-                request, timeout=CHECK_TIMEOUT
-            )
-            for event in read.history.events:
-                started = event.workflow_execution_started_event_attributes
-                await prove(id, started.input.payloads)
+            await prove(id, await _read_first_input(client, id, run_id))
     except RPCError:
         return  # what is asked of the server next says why, and where
+
+
+async def read_first_key(client: Client, id: str, run_id: str) -> str | None:
+    """Return the id of the key that a run's input is encrypted with; None: it has none."""
+    from temporalio.service import RPCError, RPCStatusCode
+
+    from relaunch.encryption import KEY_ID
+
+    try:
+        payloads = await _read_first_input(client, id, run_id)
+    except RPCError as error:
+        if error.status is not RPCStatusCode.NOT_FOUND:  # it has ended meanwhile
+            raise
+        return None
+    for payload in payloads:
+        if key := payload.metadata.get(KEY_ID):
+            return key.decode(errors="replace")
+    return None
+
+
+async def _read_first_input(client: Client, id: str, run_id: str) -> list[Payload]:
+    from temporalio.api.common.v1 import WorkflowExecution
+    from temporalio.api.workflowservice.v1 import GetWorkflowExecutionHistoryRequest
+
+    request = GetWorkflowExecutionHistoryRequest(
+        namespace=client.namespace,
+        execution=WorkflowExecution(workflow_id=id, run_id=run_id),
+        maximum_page_size=1,
+    )
+    read = await client.workflow_service.get_workflow_execution_history(
+        request, timeout=CHECK_TIMEOUT
+    )
+    return [
+        payload
+        for event in read.history.events
+        for payload in event.workflow_execution_started_event_attributes.input.payloads
+    ]
 
 
 async def read_server_id(client: Client) -> str:

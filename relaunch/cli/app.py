@@ -430,7 +430,14 @@ def submit(
         from relaunch.cli import submit
 
         placed = submit.set_working_folder(spec, client, settings.state)
-        await submit.submit(client, settings.task_queue, placed, resolved, reason)
+        await submit.submit(
+            client,
+            settings.task_queue,
+            placed,
+            resolved,
+            reason,
+            hides_causes=settings.hides_causes,
+        )
         print(f"job {spec.name} submitted: {spec.size}", flush=True)
         if not follow:
             return 0
@@ -712,7 +719,13 @@ def retry(
     print(
         run_with_client(
             lambda client, s: submit.retry(
-                client, s.task_queue, job, reason, tuple(avoid or ()), renew_budgets
+                client,
+                s.task_queue,
+                job,
+                reason,
+                tuple(avoid or ()),
+                renew_budgets,
+                s.hides_causes,
             )
         )
     )
