@@ -37,7 +37,7 @@ class UnreadablePayloadError(ConfigError):
     """A payload whose key is not here. The message names the key, and where it was looked for."""
 
 
-class Keyring:
+class KeyStore:
     """Keys by id. Those in a folder may be added or replaced while the process runs."""
 
     def __init__(
@@ -107,7 +107,7 @@ class EncryptionCodec(PayloadCodec):
         active: The id of the key that encrypts; None: what is written is not encrypted.
     """
 
-    def __init__(self, ring: Keyring | None = None, active: str | None = None) -> None:
+    def __init__(self, ring: KeyStore | None = None, active: str | None = None) -> None:
         self._ring = ring
         self.active = active
 
@@ -229,7 +229,7 @@ def read_codec(settings: Settings) -> EncryptionCodec:
             f"RELAUNCH_ENCRYPTION_KEY is {active!r}, and there are no keys: set"
             f" RELAUNCH_ENCRYPTION_KEYS to the folder that has it, or {KEYRING_VARIABLE}"
         )
-    ring = Keyring(folder, _parse_keyring(variable))
+    ring = KeyStore(folder, _parse_keyring(variable))
     ids = ring.list_ids()
     if active is None:
         raise ConfigError(

@@ -98,7 +98,7 @@ async def test_failures_keep_their_message_and_stack_from_the_server(keys: Path)
     assert plain.message == PLANTED
 
 
-async def test_a_key_that_is_missing_or_another_is_named_and_found_once_it_is_there(
+async def test_a_missing_or_wrong_key_is_named_and_found_once_there(
     keys: Path,
 ) -> None:
     (payload,) = await data_converter(settings(keys, "second")).encode([PLANTED])

@@ -55,7 +55,7 @@ def browse(folder: Path, page: str, endpoint: str) -> None:
             browser.picture(Path(kept) / "codec-server.png")
 
 
-async def test_the_web_ui_shows_what_is_encrypted_to_those_who_have_the_token(
+async def test_the_web_ui_shows_payloads_to_those_who_have_the_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_key(tmp_path / "keys", "first")
