@@ -25,7 +25,6 @@ from typing import IO
 
 from relaunch.cli.database import DATABASE, check_database, note_writer
 from relaunch.config import KEYRING_VARIABLE, ConfigError
-from relaunch.encryption import UnreadablePayloadError
 from relaunch.messages.jobs import CancelMessage
 from relaunch.temporal import UP_FILE, connect, ensure_namespace, write_up
 
@@ -440,6 +439,9 @@ def die_with_parent(parent: int) -> Callable[[], None]:
 
 
 async def _wait_for_server(service: Service, server: Keeper) -> None:
+    # Not above: it imports the SDK, which other users of this module do without.
+    from relaunch.encryption import UnreadablePayloadError
+
     deadline = time.monotonic() + READY_TIMEOUT
     while True:
         try:
