@@ -19,6 +19,11 @@ MAX_BYTES = 1 << 20
 DEFAULT_FILE = "relaunch.toml"
 NO_WARM = "RELAUNCH_NO_WARM"
 """Makes the command line start without the help of a running `up`, to measure or debug."""
+KEYRING_VARIABLE = "RELAUNCH_ENCRYPTION_KEYRING"
+"""Keys themselves, `ID:KEY` separated by blanks, where there are no files for them. Not a setting:
+no settings file may have it, and nothing prints it."""
+NO_KEY = "none"
+"""As the setting `encryption_key`: keys are there to read, and what is written is not encrypted."""
 OF_RANKS = (
     "RELAUNCH_JOB",
     "RELAUNCH_GENERATION",
@@ -60,6 +65,16 @@ class Settings(BaseModel):
     """IP address and port on which the worker serves Prometheus metrics."""
     web_ui: str | None = None
     """Address of Temporal's web UI as people reach it, for links in notices: `http://ui:8080`."""
+    encryption_keys: Path | None = None
+    """Folder of the keys with which payloads are encrypted before Temporal's server gets them: a
+    file for each, named by the key's id, with 32 bytes in base64. All of them can decrypt."""
+    encryption_key: str | None = Field(default=None, max_length=63)
+    """Id of the key that encrypts what is written from now on; `none`: nothing is encrypted, and
+    keys are only there to read."""
+    search_attributes: Literal["all", "ids"] = "all"
+    """What the search attributes of jobs that are submitted from here show; they are never
+    encrypted. `ids`: phase, generation and whether there is an incident, but no cause, strategy or
+    nodes."""
     temporal_bin: Path | None = None
     """Temporal's program, which `up` and `run` start; default: the one installed with relaunch. A
     database that another version wrote needs that version's."""
@@ -67,6 +82,10 @@ class Settings(BaseModel):
     """Of the worker's log."""
     fleets: tuple[Path, ...] = ()
     """Fleet files. In the environment they are separated by `:`, as in PATH."""
+
+    @property
+    def hides_causes(self) -> bool:
+        return self.search_attributes == "ids"
 
     @field_validator("fleets", mode="before")
     @classmethod
@@ -135,8 +154,13 @@ def settings_file() -> Path | None:
     return Path(DEFAULT_FILE) if Path(DEFAULT_FILE).exists() else None
 
 
-def read_settings(**overrides: Any) -> Settings:
-    """Read the settings; `overrides` are the values given on the command line.
+def read_settings(*, strict: bool = True, **overrides: Any) -> Settings:
+    """Read the settings.
+
+    Args:
+        strict: Whether a variable that is no setting is an error; commands and workers check that
+            before anything else.
+        overrides: The values given on the command line.
 
     Raises:
         ConfigError: a value, a key or the file itself cannot be used.
@@ -162,8 +186,8 @@ def read_settings(**overrides: Any) -> Settings:
         for variable, value in os.environ.items()
         if variable.startswith(PREFIX) and value
     }
-    for variable in exported:
-        if variable not in (*known, *OF_RANKS, FILE_VARIABLE, NO_WARM):
+    for variable in exported if strict else ():
+        if variable not in (*known, *OF_RANKS, FILE_VARIABLE, NO_WARM, KEYRING_VARIABLE):
             raise ConfigError(
                 f"unknown setting {variable}: expected one of {', '.join(sorted(known))}"
             )

@@ -6,6 +6,7 @@ Clients get it from one place: `temporal.data_converter`.
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -15,9 +16,12 @@ from temporalio.contrib.pydantic import PydanticJSONPlainPayloadConverter
 from temporalio.converter import (
     CompositePayloadConverter,
     DataConverter,
+    DefaultFailureConverter,
+    DefaultFailureConverterWithEncodedAttributes,
     DefaultPayloadConverter,
     EncodingPayloadConverter,
     JSONPlainPayloadConverter,
+    PayloadCodec,
 )
 
 MAX_PLAIN_BYTES = 256 * 1024
@@ -88,14 +92,29 @@ class _CompressedJsonConverter(EncodingPayloadConverter):
             `MAX_MESSAGE_BYTES` if its type is not known.
         """
         most = MAX_MESSAGE_BYTES if _is_message(type_hint) else MAX_DECOMPRESSED_BYTES
-        decompressor = zlib.decompressobj()
-        try:
-            data = decompressor.decompress(payload.data, most)
-        except zlib.error as error:
-            raise ValueError(f"a compressed payload cannot be read: {error}") from error
-        if not decompressor.eof:
-            raise ValueError(f"a compressed payload is cut off, or longer than {most >> 20} MiB")
-        return _read(data, type_hint)
+        return _JsonConverter().from_payload(expand(payload, most), type_hint)
+
+
+def expand(payload: Payload, most: int = MAX_DECOMPRESSED_BYTES) -> Payload:
+    """Return a compressed payload as plain JSON, and any other as it is.
+
+    Args:
+        payload: The payload.
+        most: Maximum number of bytes of the JSON.
+
+    Raises:
+        ValueError: It is damaged, or longer.
+    """
+    if payload.metadata.get("encoding") != COMPRESSED:
+        return payload
+    decompressor = zlib.decompressobj()
+    try:
+        data = decompressor.decompress(payload.data, most)
+    except zlib.error as error:
+        raise ValueError(f"a compressed payload cannot be read: {error}") from error
+    if not decompressor.eof:
+        raise ValueError(f"a compressed payload is cut off, or longer than {most >> 20} MiB")
+    return Payload(metadata={"encoding": b"json/plain"}, data=data)
 
 
 class SharedPayloadConverter(CompositePayloadConverter):
@@ -110,3 +129,13 @@ class SharedPayloadConverter(CompositePayloadConverter):
 
 
 shared_converter = DataConverter(payload_converter_class=SharedPayloadConverter)
+
+
+def make_converter(codec: PayloadCodec, encrypts: bool) -> DataConverter:
+    """Return the shared converter with a codec.
+
+    With `encrypts`, messages and stack traces of failures go into a payload, too, and the server
+    has "Encoded failure" in their place. Without, they stay readable in the web UI.
+    """
+    failures = DefaultFailureConverterWithEncodedAttributes if encrypts else DefaultFailureConverter
+    return replace(shared_converter, payload_codec=codec, failure_converter_class=failures)

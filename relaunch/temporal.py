@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from relaunch.config import ConfigError
+from relaunch.config import ConfigError, Settings, read_settings
 from relaunch.credentials import (
     CONFIG_FILE,
     Credentials,
@@ -27,6 +27,7 @@ from relaunch.credentials import (
 )
 
 if TYPE_CHECKING:
+    from temporalio.api.common.v1 import Payload
     from temporalio.client import Client
     from temporalio.converter import DataConverter
     from temporalio.service import RPCError
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 UP_FILE = "up.json"
 CONNECT_TIMEOUT_S = 10.0
 """Seconds: more than a server needs to restart (under 1 s), less than a person would wait."""
+CHECK_TIMEOUT = timedelta(seconds=5)
 RETENTION = timedelta(days=30)
 KEYWORD, INT, KEYWORD_LIST = "Keyword", "Int", "KeywordList"
 SEARCH_ATTRIBUTES = {
@@ -58,17 +60,24 @@ class UpProcess:
     """The kind of machine of each fleet of its worker, by the fleet's name; empty without one."""
 
 
-def data_converter() -> DataConverter:
+def data_converter(settings: Settings | None = None) -> DataConverter:
     """Return the shared converter of clients, workers and tests.
+
+    It encrypts if the settings name a key; by default those of the environment and the file.
 
     It is pydantic's, with type adapters cached for the whole process. The SDK makes a converter for
     each workflow instance, and its own keeps the type adapters for that instance only: it takes 70
     ms to build them for each job that is started or replayed, and memory holds a thousand copies
     (`benchmarks/many.py` failed workflow tasks because of it).
-    """
-    from relaunch.converter import shared_converter
 
-    return shared_converter
+    Raises:
+        ConfigError: the settings name keys that cannot be used.
+    """
+    from relaunch.converter import make_converter
+    from relaunch.encryption import read_codec
+
+    codec = read_codec(settings or read_settings(strict=False))
+    return make_converter(codec, encrypts=codec.active is not None)
 
 
 def read_start_time(pid: int) -> int | None:
@@ -163,7 +172,9 @@ async def connect(state: Path, address: str | None = None) -> Client:
                 " start one in another terminal"
             )
         target, credentials = up.address, Credentials({})
-    return await connect_with(credentials, target)
+    client = await connect_with(credentials, target)
+    await check_keys(client)
+    return client
 
 
 async def connect_with(credentials: Credentials, target: str) -> Client:
@@ -197,6 +208,92 @@ def explain_refusal(error: RPCError) -> ConfigError:
     return found or ConfigError(
         f"the Temporal server refused the request: {error.message} ({error.status.name})"
     )
+
+async def check_keys(client: Client, workflows: int = 10, histories: int = 1) -> None:
+    """Prove that this process can read what the namespace has, before it writes anything there.
+
+    The running workflows come first, then those that ended last. Of each the memo is read, and of
+    some the first event: it may have been written with an older key.
+
+    Args:
+        workflows: How many are looked at; each thousand is a call.
+        histories: Of how many the first event is read, first of those without a memo; each is a
+            call.
+
+    Raises:
+        UnreadablePayloadError: A key is missing, or another one has its id.
+    """
+    from temporalio.service import RPCError
+
+    from relaunch.encryption import KEY_ID, UnreadablePayloadError
+
+    codec = client.data_converter.payload_codec
+    assert codec is not None
+    proven = set()
+
+    async def prove(id: str, payloads: Iterable[Payload]) -> None:
+        for payload in payloads:
+            key = payload.metadata.get(KEY_ID)
+            if key is None or key in proven:
+                continue
+            try:
+                await codec.decode([payload])
+            except ConfigError as error:
+                raise UnreadablePayloadError(
+                    f"{id} cannot be read, so nothing is done: {error}"
+                ) from None
+            proven.add(key)
+
+    found = []
+    try:
+        async for one in client.list_workflows(
+            limit=workflows, page_size=min(workflows, 1000), rpc_timeout=CHECK_TIMEOUT
+        ):
+            memo = one.raw_info.memo.fields
+            await prove(one.id, memo.values())
+            found.append((bool(memo), one.id, one.run_id))
+        found.sort(key=lambda one: one[0])
+        for _, id, run_id in found[:histories]:
+            await prove(id, await _read_first_input(client, id, run_id))
+    except RPCError:
+        return  # what is asked of the server next says why, and where
+
+
+async def read_first_key(client: Client, id: str, run_id: str) -> str | None:
+    """Return the id of the key that a run's input is encrypted with; None: it has none."""
+    from temporalio.service import RPCError, RPCStatusCode
+
+    from relaunch.encryption import KEY_ID
+
+    try:
+        payloads = await _read_first_input(client, id, run_id)
+    except RPCError as error:
+        if error.status is not RPCStatusCode.NOT_FOUND:  # it has ended meanwhile
+            raise
+        return None
+    for payload in payloads:
+        if key := payload.metadata.get(KEY_ID):
+            return key.decode(errors="replace")
+    return None
+
+
+async def _read_first_input(client: Client, id: str, run_id: str) -> list[Payload]:
+    from temporalio.api.common.v1 import WorkflowExecution
+    from temporalio.api.workflowservice.v1 import GetWorkflowExecutionHistoryRequest
+
+    request = GetWorkflowExecutionHistoryRequest(
+        namespace=client.namespace,
+        execution=WorkflowExecution(workflow_id=id, run_id=run_id),
+        maximum_page_size=1,
+    )
+    read = await client.workflow_service.get_workflow_execution_history(
+        request, timeout=CHECK_TIMEOUT
+    )
+    return [
+        payload
+        for event in read.history.events
+        for payload in event.workflow_execution_started_event_attributes.input.payloads
+    ]
 
 
 async def read_server_id(client: Client) -> str:

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -57,11 +57,18 @@ from relaunch.config import (
     read_settings,
 )
 from relaunch.credentials import ServerUnavailable, read_credentials
+from relaunch.encryption import ActivityCodec
 from relaunch.handover import Handover
 from relaunch.messages.workers import UnusableFile
 from relaunch.renewal import Renewal, make_renewable
 from relaunch.spec.fleet import DeadManSwitch, FleetSpec
-from relaunch.temporal import connect, ensure_namespace, explain_refusal, read_server_id
+from relaunch.temporal import (
+    check_keys,
+    connect,
+    ensure_namespace,
+    explain_refusal,
+    read_server_id,
+)
 from relaunch.text import count_noun, escape_controls, printable
 from relaunch.workflows.fleet.workflow import Fleet
 from relaunch.workflows.node_repair.workflow import NodeRepair
@@ -94,6 +101,9 @@ M_ARENA_MAX = -8
 """Of mallopt(3)."""
 NEAR_POLLERS = 5
 """Polls for workflow tasks, and as many for activities, at a server on this machine."""
+CHECKED_WORKFLOWS, CHECKED_HISTORIES = 5000, 200
+"""How many workflows a worker proves at its start that it can read, and the histories of how many.
+One that it cannot read later waits for a worker that can."""
 OTHER_ACTIVITIES = 50
 """Activity slots in addition to those of the watches: launches, stops, reading logs. A watch holds
 its slot for as long as the job runs."""
@@ -428,7 +438,25 @@ def make_worker(
         max_heartbeat_throttle_interval=timedelta(seconds=1),
         graceful_shutdown_timeout=timedelta(seconds=settings.graceful_shutdown),
     )
+    _leave_unreadable_activities(worker, client)
     return runner.attach(worker)
+
+
+def _leave_unreadable_activities(worker: Worker, client: Client) -> None:
+    """Have the worker's activities use a codec that fails none of them for want of a key.
+
+    The SDK has one converter for both, no public name for this, and its version is pinned.
+    """
+    converter = client.data_converter
+    if converter.payload_codec is None:
+        return
+    codec = ActivityCodec(converter.payload_codec, _report_unreadable)
+    assert worker._activity_worker is not None
+    worker._activity_worker._data_converter = replace(converter, payload_codec=codec)
+
+
+def _report_unreadable(reason: str) -> None:
+    logging.getLogger("relaunch").error("an activity is left to another worker: %s", reason)
 
 
 async def serve(settings: Settings, build: str | None, is_near: bool = False) -> None:
@@ -504,6 +532,7 @@ async def _reach_server(settings: Settings, stop: asyncio.Event) -> tuple[Client
         try:
             credentials = read_credentials()
             client = make_renewable(await connect(settings.state))
+            await check_keys(client, CHECKED_WORKFLOWS, CHECKED_HISTORIES)
             await ensure_namespace(client)
             server = await read_server_id(client)
             return client, Renewal(client, settings.state, credentials, server)

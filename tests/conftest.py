@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import base64
 import gc
 import itertools
 import os
+import shutil
 import signal
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,12 +35,24 @@ def pytest_configure() -> None:
     # the tests of workflows.
     os.environ.setdefault("GOMAXPROCS", "1")
     os.environ.setdefault("GOGC", "400")
+    if os.environ.pop("RELAUNCH_TEST_ENCRYPTED", ""):
+        _encrypt_payloads()
     for number, handler in (
         (signal.SIGHUP, signal.SIG_DFL),
         (signal.SIGINT, signal.default_int_handler),
     ):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
+
+
+def _encrypt_payloads() -> None:
+    """Have clients, workers and commands of the tests encrypt, with keys of this run."""
+    folder = Path(tempfile.mkdtemp(prefix="relaunch-keys-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    (folder / "test").touch(mode=0o600)
+    (folder / "test").write_text(base64.b64encode(os.urandom(32)).decode())
+    os.environ["RELAUNCH_ENCRYPTION_KEYS"] = str(folder)
+    os.environ["RELAUNCH_ENCRYPTION_KEY"] = "test"
 
 
 def pytest_report_header() -> str:

@@ -30,7 +30,11 @@ DETAILS_LIMIT = 18_000
 MOST_INCIDENTS = 8
 
 
-def attributes(job: JobState) -> dict[str, object]:
+HIDDEN = "HIDDEN"
+"""The cause where none is to be shown: views and alerts still find the job by it."""
+
+
+def attributes(job: JobState, hides_causes: bool = False) -> dict[str, object]:
     """Return the current values of the search attributes.
 
     Compare them before upserting: each upsert is an event in the history.
@@ -46,6 +50,12 @@ def attributes(job: JobState) -> dict[str, object]:
     )
     if incident is None and job.strategy is Strategy.GROW:
         last = Strategy.GROW.value  # shown while the grown generation runs: no incident records it
+    if hides_causes:
+        return {
+            "Phase": job.phase.value,
+            "Generation": job.generation,
+            "Cause": HIDDEN if incident else None,
+        }
     return {
         "Phase": job.phase.value,
         "Generation": job.generation,

@@ -106,9 +106,11 @@ def up(
 
     from relaunch.cli import files, service
     from relaunch.cli.backup import describe_restored
+    from relaunch.temporal import data_converter
 
     settings = read_settings(state=state)
     service.check_host(ip)
+    data_converter(settings)  # keys that cannot be used are found before anything is started
     fleets = tuple(fleet or settings.fleets)
     known = [files.read_fleet(path) for path in fleets]
     lock = service.prepare_state(settings.state)
@@ -215,6 +217,36 @@ def backup(
 
     size = back_up(read_settings(state=state).state, folder)
     print(f"{folder} has the backup: {size / 2**20:.1f} MiB; it may contain secrets of jobs")
+
+
+@app.command("codec-server")
+def codec_server(
+    listen: Annotated[
+        str, typer.Option(metavar="ADDRESS:PORT", help="Another than loopback needs TLS.")
+    ] = "127.0.0.1:8081",
+    ui: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="The only web UI whose pages may call; default: `up`'s."),
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Default: codec-token in the state folder, made once."),
+    ] = None,
+    certificate: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="TLS certificate chain, in PEM.")
+    ] = None,
+    key: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The certificate's private key, in PEM.")
+    ] = None,
+    state: State = None,
+) -> None:
+    """Decrypt payloads for Temporal's web UI, and print the address to enter there. Ctrl-C ends
+    it."""
+    from relaunch.cli import codec_server as serving
+
+    settings = read_settings(state=state)
+    options = serving.choose_options(settings, listen, ui, token_file, certificate, key)
+    serving.serve(settings, options, say)
 
 
 def _accept(*names: str) -> Any:
@@ -408,7 +440,14 @@ def submit(
         from relaunch.cli import submit
 
         placed = submit.set_working_folder(spec, client, settings.state)
-        await submit.submit(client, settings.task_queue, placed, resolved, reason)
+        await submit.submit(
+            client,
+            settings.task_queue,
+            placed,
+            resolved,
+            reason,
+            hides_causes=settings.hides_causes,
+        )
         print(f"job {spec.name} submitted: {spec.size}", flush=True)
         if not follow:
             return 0
@@ -690,7 +729,13 @@ def retry(
     print(
         run_with_client(
             lambda client, s: submit.retry(
-                client, s.task_queue, job, reason, tuple(avoid or ()), renew_budgets
+                client,
+                s.task_queue,
+                job,
+                reason,
+                tuple(avoid or ()),
+                renew_budgets,
+                s.hides_causes,
             )
         )
     )

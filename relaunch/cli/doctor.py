@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
@@ -18,7 +19,9 @@ from relaunch.credentials import (
     read_credentials,
     read_server_expiry,
 )
+from relaunch.encryption import EncryptionCodec
 from relaunch.messages.ids import FLEET_ID_PREFIX
+from relaunch.temporal import read_first_key
 from relaunch.text import count_noun, format_time, join_names
 
 if TYPE_CHECKING:
@@ -45,8 +48,8 @@ class Check:
 
 
 async def examine_service(client: Client, task_queue: str) -> list[Check]:
-    """Look at the server, the workers' builds, their fleet files, dead man's switches and channels,
-    and every running workflow's task."""
+    """Look at the server, keys, the workers' builds, their fleet files, dead man's switches and
+    channels, and every running workflow's task."""
     from temporalio.api.workflowservice.v1 import GetSystemInfoRequest
 
     info = await client.workflow_service.get_system_info(GetSystemInfoRequest())
@@ -64,6 +67,7 @@ async def examine_service(client: Client, task_queue: str) -> list[Check]:
         if check := await _examine_build(client, task_queue, build, builds.current, now):
             found.append(check)
     running = await list_running(client, task_queue)
+    found.append(await _examine_keys(client, running))
     gate = asyncio.Semaphore(MAX_CALLS)
 
     async def examine(workflow: RunningWorkflow) -> Check | None:
@@ -122,6 +126,29 @@ def examine_certificates(address: str, now: datetime) -> list[Check]:
             Check("certificates", f"the first to end is {first.item}: {format_time(first.at)}")
         )
     return found
+
+
+async def _examine_keys(client: Client, running: tuple[RunningWorkflow, ...]) -> Check:
+    """Say which keys the running workflows need: an older one may be deleted once none does."""
+    codec = client.data_converter.payload_codec
+    active = codec.active if isinstance(codec, EncryptionCodec) else None
+    gate = asyncio.Semaphore(MAX_CALLS)
+
+    async def read(workflow: RunningWorkflow) -> str | None:
+        async with gate:
+            return await read_first_key(client, workflow.id, workflow.run_id)
+
+    needed = Counter(await asyncio.gather(*(read(one) for one in running)))
+    if active is None and set(needed) <= {None}:
+        return Check("encryption", "payloads are not encrypted")
+    begun = [
+        f"{count} with {'none' if id is None else f'key {id}'}"
+        for id, count in sorted(needed.items(), key=lambda one: one[0] or "")
+    ]
+    text = f"key {active} encrypts" if active else "nothing is encrypted from now on"
+    return Check(
+        "encryption", f"{text}; of the running workflows began {join_names(begun, 8) or 'none'}"
+    )
 
 
 async def _examine_build(

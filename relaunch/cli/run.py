@@ -290,7 +290,14 @@ async def run(settings: Settings, request: RunRequest, say: Callable[[str], None
             )
         client = await connect(settings.state, await own.address() if own else None)
         keeping = asyncio.create_task(own.keep(say)) if own else None
-        await submit(client, settings.task_queue, spec, policy, has_fleet=own is not None)
+        await submit(
+            client,
+            settings.task_queue,
+            spec,
+            policy,
+            has_fleet=own is not None,
+            hides_causes=settings.hides_causes,
+        )
         is_running = True
         if env_file:
             environment.remove_others(env_file)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO
 
 from relaunch.cli.database import DATABASE, check_database, note_writer
-from relaunch.config import ConfigError
+from relaunch.config import KEYRING_VARIABLE, ConfigError
 from relaunch.messages.jobs import CancelMessage
 from relaunch.temporal import (
     UP_FILE,
@@ -244,7 +244,7 @@ async def serve(
     server = Keeper(
         "server",
         _make_server_command(service, program),
-        {**(SINGLE_JOB_RUNTIME if is_single else SHARED_RUNTIME), **environment},
+        {**(SINGLE_JOB_RUNTIME if is_single else SHARED_RUNTIME), **_without_keys(environment)},
         service.state / "server.log",
         say,
         # The program may have been replaced since its last start.
@@ -259,7 +259,7 @@ async def serve(
     warm = Keeper(
         "warm command line",
         [*RELAUNCH, "warm", str(service.state.resolve())],
-        environment,
+        _without_keys(environment),
         service.state / "warm.log",
         say,
     )
@@ -309,6 +309,11 @@ def _make_environment(service: Service) -> dict[str, str]:
         "RELAUNCH_STATE": str(service.state.resolve()),
         "RELAUNCH_FLEETS": os.pathsep.join(str(path.resolve()) for path in service.fleets),
     }
+
+
+def _without_keys(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment for processes that decrypt nothing."""
+    return {name: value for name, value in environment.items() if name != KEYRING_VARIABLE}
 
 
 def _name_workers(service: Service) -> Iterator[tuple[str, dict[str, str]]]:
@@ -462,12 +467,17 @@ def die_with_parent(parent: int) -> Callable[[], None]:
 
 
 async def _wait_for_server(service: Service, server: Keeper) -> None:
+    # Not above: it imports the SDK, which other users of this module do without.
+    from relaunch.encryption import UnreadablePayloadError
+
     deadline = time.monotonic() + READY_TIMEOUT
     while True:
         try:
             client = await connect(service.state, service.address)
             await ensure_namespace(client)
             return
+        except UnreadablePayloadError:
+            raise
         except ConfigError:
             if time.monotonic() > deadline:
                 raise ConfigError(

@@ -38,11 +38,13 @@ async def submit(
     renew_budgets: bool = False,
     avoid: tuple[str, ...] = (),
     has_fleet: bool = False,
+    hides_causes: bool = False,
 ) -> WorkflowHandle[Any, Any]:
     """Start a job.
 
     Args:
         has_fleet: Whether the caller knows that a worker has the job's fleet, or will have it.
+        hides_causes: Whether search attributes show no cause, strategy and nodes.
 
     Raises:
         ConfigError: A job of that name is running, or the workers have no fleet of that name.
@@ -59,6 +61,7 @@ async def submit(
         previous=previous,
         renew_budgets=renew_budgets,
         avoid_nodes=avoid,
+        hides_causes=hides_causes,
     )
     try:
         return await client.start_workflow(
@@ -118,6 +121,7 @@ async def retry(
     reason: str,
     avoid: tuple[str, ...],
     renew_budgets: bool,
+    hides_causes: bool = False,
 ) -> str:
     """Relaunch a running job, or start a closed one again from its last state.
 
@@ -158,5 +162,6 @@ async def retry(
         renew_budgets,
         avoid,
         has_fleet=True,  # it had one
+        hides_causes=hides_causes,
     )
     return f"job {name} had ended ({now.phase}): restarted with its history and budgets"

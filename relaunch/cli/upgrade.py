@@ -278,10 +278,15 @@ async def read_task(client: Client, workflow: RunningWorkflow) -> PendingTask:
 async def read_task_failure(client: Client, workflow: RunningWorkflow) -> str:
     """Return why the last failed task of a workflow failed; empty if none did."""
     handle = client.get_workflow_handle(workflow.id, run_id=workflow.run_id)
-    message = ""
+    failure = None
     async for event in handle.fetch_history_events():
         if event.HasField("workflow_task_failed_event_attributes"):
-            message = event.workflow_task_failed_event_attributes.failure.message
+            failure = event.workflow_task_failed_event_attributes.failure
+    if failure is None:
+        return ""
+    # A worker that encrypts has its message in a payload.
+    error = await client.data_converter.decode_failure(failure)
+    message = getattr(error, "message", str(error))
     return " ".join(message.split())[:300]
 
 

@@ -144,6 +144,8 @@ class TrainingJobInput:
     resume: JobState | None = None
     """Set by continue-as-new only."""
     carried: CarriedState = CarriedState()
+    hides_causes: bool = False
+    """Whether search attributes show no cause, strategy and nodes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,9 @@ HANG_AFTER = "8s"
 """Longer than a lost node needs to be noticed (a broken watch, then `lost_after`): a loss is not to
 be taken for a hang."""
 
+ENCRYPTION = "RELAUNCH_ENCRYPTION_KEY"
+"""How the variables begin that tests pass on: with them, every suite runs with encryption."""
+
 Found = TypeVar("Found")
 
 
@@ -368,6 +371,7 @@ class World:
                 for key, value in os.environ.items()
                 # The last: a user's shell has none, and with it output is not as it is there.
                 if not key.startswith(("RELAUNCH_", "TEMPORAL_", "OTEL_", "PYTHONUNBUFFERED"))
+                or key.startswith(ENCRYPTION)
             },
             "TEMPORAL_ADDRESS": f"{HOST}:{port}",
             "RELAUNCH_STATE": str(state),

@@ -29,6 +29,7 @@ def bare_environment(changes: Mapping[str, str]) -> dict[str, str]:
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("TEMPORAL_", "RELAUNCH_"))
+        or name.startswith("RELAUNCH_ENCRYPTION_KEY")  # to run any suite with encryption
     }
     return {**ours, **changes}
 

@@ -19,6 +19,7 @@ from temporalio.service import RPCError, RPCStatusCode
 
 from relaunch.activities.records import read_archive
 from relaunch.job.state import Phase
+from relaunch.messages.jobs import TrainingJobInput
 from relaunch.workflows.search_attributes import memo
 from relaunch.workflows.training_job import actions
 from relaunch.workflows.training_job.workflow import TrainingJob
@@ -59,7 +60,7 @@ async def test_a_signal_sent_while_the_job_continues_as_new_is_kept(
     make_short_rig: MakeRig,
 ) -> None:
     async with make_short_rig(Script((Progress(hangs=True),))) as rig:
-        job = await rig.submit()
+        job = await rig.submit(start={"hides_causes": True})
         await job.until_phase(Phase.RUNNING, 1)
         sent = 30
         for number in range(sent):
@@ -69,7 +70,11 @@ async def test_a_signal_sent_while_the_job_continues_as_new_is_kept(
         state = await job.until_phase(Phase.RUNNING, 2)
         assert (await job.state()).reason.startswith("generation 2 runs")
         assert len(state.notices) == 5
-        assert len(await job.runs()) >= 2
+        runs = await job.runs()
+        assert len(runs) >= 2
+        begun = runs[-1].events[0].workflow_execution_started_event_attributes.input.payloads
+        (start,) = await rig.client.data_converter.decode(begun, [TrainingJobInput])
+        assert start.hides_causes
         assert rig.orders("stop") == []
         starts = [o for o in rig.backend.orders if o.command == "start"]
         assert sorted((o.node, o.token.generation) for o in starts) == [

@@ -384,11 +384,12 @@ async def test_a_retry_of_a_closed_job_has_its_budgets_and_new_tokens(
         assert (await renewed.result()).generation == 2
 
 
+@pytest.mark.parametrize("hides_causes", [False, True])
 async def test_a_job_shows_its_phase_with_no_worker_alive(
-    make_rig: MakeRig,
+    make_rig: MakeRig, hides_causes: bool
 ) -> None:
     async with make_rig(Script((Exit(rank=0, exit_code=3),))) as rig:
-        job = await rig.submit(policy(max_restarts=0))
+        job = await rig.submit(policy(max_restarts=0), start={"hides_causes": hides_causes})
         await job.result()
     description = await job.handle.describe()
     memo = await description.memo()
@@ -396,12 +397,10 @@ async def test_a_job_shows_its_phase_with_no_worker_alive(
     assert memo["reason"].startswith("rank 0 on n1 ")
     attributes = {pair.key.name: pair.value for pair in description.typed_search_attributes}
     attributes.pop("BuildIds", None)  # the server's own
-    assert attributes == {
-        "Phase": "FAILED",
-        "Generation": 1,
-        "Cause": "APPLICATION",
-        "Nodes": ["n1"],
-    }
+    shown: dict[str, Any] = {"Phase": "FAILED", "Generation": 1, "Cause": "HIDDEN"}
+    if not hides_causes:
+        shown |= {"Cause": "APPLICATION", "Nodes": ["n1"]}
+    assert attributes == shown
 
 
 def _defaults() -> dict[str, Any]:

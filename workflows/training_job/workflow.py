@@ -80,11 +80,13 @@ class TrainingJob(MessageHandlers):
         self._deadline = Deadline(self._session)
         self._notices = Notices(self._session, carried.last_notice)
         self._archiving: asyncio.Task[None] | None = None
+        self._hides_causes = start.hides_causes
         self._attributes: dict[str, object] = {}
         """The search attributes, as last published."""
         self._memo: dict[str, object] = {}
         if start.resume is not None:
-            self._attributes, self._memo = attributes(start.resume), memo(start.resume)
+            self._attributes = attributes(start.resume, self._hides_causes)
+            self._memo = memo(start.resume)
         else:
             self._session.post(Submitted(start.reason, start.submitted_by))
 
@@ -235,7 +237,7 @@ class TrainingJob(MessageHandlers):
     def _publish(self) -> None:
         job = self._session.job
         workflow.set_current_details(current_details(job, workflow.now()))
-        current = attributes(job)
+        current = attributes(job, self._hides_causes)
         if changes := updates(self._attributes, current):
             workflow.upsert_search_attributes(changes)
             self._attributes = current
@@ -323,7 +325,13 @@ class TrainingJob(MessageHandlers):
         )
         job = session.job
         continue_as_new(
-            TrainingJobInput(spec=job.spec, policy=job.policy, resume=job, carried=carried),
+            TrainingJobInput(
+                spec=job.spec,
+                policy=job.policy,
+                resume=job,
+                carried=carried,
+                hides_causes=self._hides_causes,
+            ),
             memo(job),
         )
 

@@ -1,0 +1,253 @@
+"""What Temporal's server stores of a job with faults, as bytes of its database and of a backup."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import signal
+from collections.abc import Iterable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from relaunch.builds import RunningWorkflow
+from relaunch.cli import jobs
+from relaunch.cli.backup import back_up
+from relaunch.cli.database import DATABASE
+from relaunch.cli.upgrade import read_task_failure
+from relaunch.config import KEYRING_VARIABLE, ConfigError
+from relaunch.messages.logs import ReadIncidentsInput, ReadIncidentsOutput
+from relaunch.temporal import connect
+from tests.chaos.world import FLEET, QUEUE, World, chaos_policy, eventually
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+SECRET, FILED = "planted-of-a-secret", "planted-of-an-env-file"
+PLANTED = {
+    name: f"planted-{name.replace(' ', '-')}"
+    for name in (
+        "variable",
+        "argument",
+        "annotation",
+        "checkpoint folder",
+        "log pattern",
+        "secrets file",
+        "environment file",
+        "log line",
+        "exception",
+        "source line",
+        "cancel",
+        "retry",
+        "policy change",
+        "quarantine",
+        "release",
+        "pause",
+        "resume",
+        "repair",
+        "work folder",
+        "person",
+    )
+}
+PROGRAM = f"""
+import os, pathlib, sys, time
+print({PLANTED["log line"]!r}, flush=True)
+step = 0
+while not pathlib.Path("stop").exists():
+    step += 1
+    print("step", step, flush=True)
+    time.sleep(0.05)
+    if os.environ["RANK"] == "0" and pathlib.Path("fail").exists():
+        pathlib.Path("fail").unlink()
+        raise RuntimeError({PLANTED["exception"]!r})  # {PLANTED["source line"]}
+"""
+STILL_SHOWN = ("job/faulty", f"fleet/{FLEET}", "RUNNING", "APPLICATION", "RESTART_IN_PLACE", "n1")
+"""Of the search attributes and ids: docs/encryption.md."""
+
+
+def list_forms(text: str) -> list[bytes]:
+    """Return how a text may stand in a file: as it is, in UTF-16, in base64 at any offset."""
+    raw = text.encode()
+    coded = [base64.b64encode(b"\0" * n + raw)[(n * 4 + 2) // 3 + 1 :][:-4] for n in range(3)]
+    return [raw, text.encode("utf-16-le"), *coded]
+
+
+def find(texts: Iterable[str], files: Iterable[Path]) -> set[str]:
+    """Return which of the texts are in one of the files."""
+    forms = {text: list_forms(text) for text in texts}
+    found: set[str] = set()
+    for path in files:
+        with contextlib.suppress(OSError):
+            content = path.read_bytes()
+            found |= {text for text, each in forms.items() if any(one in content for one in each)}
+    return found
+
+
+def find_in_processes(text: str) -> list[str]:
+    """Return what has a text in its command line, or in its environment without being a rank."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (process / "cmdline").read_bytes()
+            variables = (process / "environ").read_bytes()
+            if text.encode() in words:
+                found.append(f"command line {words!r}")
+            if text.encode() in variables and b"\0RANK=" not in variables:
+                found.append(f"environment of {words!r}")
+    return found
+
+
+def write_key(folder: Path, id: str) -> None:
+    folder.mkdir(mode=0o700, exist_ok=True)
+    (folder / id).touch(mode=0o600)
+    (folder / id).write_text(base64.b64encode(os.urandom(32)).decode() + "\n")
+
+
+async def play(world: World, folder: Path, rotate: bool) -> None:
+    """Run a job with faults, ordered about by a person, with a new key in the middle."""
+    work = folder / PLANTED["work folder"]
+    work.mkdir()
+    (work / "train.py").write_text(PROGRAM)
+    secret, filed = folder / PLANTED["secrets file"], folder / PLANTED["environment file"]
+    for path, text in ((secret, SECRET), (filed, f"FILED={FILED}\n")):
+        path.touch(mode=0o600)
+        path.write_text(text)
+
+    async def order(*words: str) -> str:
+        code, output = await world.run_starter(*words)
+        assert code == 0, output
+        assert SECRET not in output and FILED not in output
+        return output
+
+    job = await world.submit(
+        name="faulty",
+        nodes=1,
+        policy=chaos_policy(),
+        command=[world.python, "-S", "train.py", PLANTED["argument"]],
+        workdir=str(work),
+        env={"SHOWN": PLANTED["variable"], "WHO": PLANTED["person"]},
+        env_file=str(filed),
+        secrets={"TOKEN": {"file": str(secret)}},
+        checkpoint={"directory": PLANTED["checkpoint folder"]},
+        progress={"log_pattern": rf"({PLANTED['log pattern']}|step) (?P<step>\d+)"},
+        metadata={"annotations": {"note": PLANTED["annotation"]}},
+    )
+
+    async def fail(generation: int) -> None:
+        await job.until_phase("RUNNING", generation=generation)
+        (work / "fail").touch()
+        await job.until_phase("RUNNING", generation=generation + 1)
+
+    await fail(1)
+    await order("retry", "faulty", "--reason", PLANTED["retry"])
+    await job.until_phase("RUNNING", generation=3)
+    change = ("policy", "change", "faulty", "--set", "max_restarts=50")
+    await order(*change, "--reason", PLANTED["policy change"])
+    if rotate:
+        await world.worker.end(signal.SIGTERM)
+        world.environment["RELAUNCH_ENCRYPTION_KEY"] = "second"
+        await world.worker.start()
+    await fail(3)
+    await fail(4)
+    assert SECRET not in str(await job.incidents())
+    fleet = ("--fleet", FLEET, "--reason")
+    await order("nodes", "quarantine", "n3", *fleet, PLANTED["quarantine"])
+    await order("nodes", "release", "n3", *fleet, PLANTED["release"])
+    await order("nodes", "pause", *fleet, PLANTED["pause"])
+    await order("nodes", "resume", *fleet, PLANTED["resume"])
+    assert find_in_processes(SECRET) == [] and find_in_processes(FILED) == []
+    await order("nodes", "repair", "n4", "--reboot", *fleet, PLANTED["repair"])
+    for page in ("show", "history", "report", "next"):
+        await order(page, "faulty", "--json")
+    output = await order("logs", "faulty")
+    assert PLANTED["log line"] in output
+    await order("nodes", "list", "--fleet", FLEET, "--json")
+    await order("cancel", "faulty", "--reason", PLANTED["cancel"])
+    await job.until_phase("CANCELLED")
+    await order("history", "faulty")
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RELAUNCH_ENCRYPTION_KEYS", "RELAUNCH_ENCRYPTION_KEY", KEYRING_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("encrypts", [True, False])
+async def test_a_database_and_its_backup_hold_nothing_that_was_planted(
+    tmp_path: Path, encrypts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if encrypts:
+        write_key(tmp_path / "keys", "first")
+        monkeypatch.setenv("RELAUNCH_ENCRYPTION_KEYS", str(tmp_path / "keys"))
+        monkeypatch.setenv("RELAUNCH_ENCRYPTION_KEY", "first")
+        write_key(tmp_path / "keys", "second")
+    folder = tmp_path / "world"
+    async with World(folder, 60 + encrypts, nodes=1, spares=3, answer_within=5.0) as world:
+        await play(world, tmp_path, rotate=encrypts)
+        state = folder / "state"
+        (state / DATABASE).symlink_to(folder / "temporal.db")
+        back_up(state, tmp_path / "copy")
+        database = list(folder.glob("temporal.db*"))
+        copy = [path for path in (tmp_path / "copy").rglob("*") if path.is_file()]
+        everything = [path for path in folder.rglob("*") if path.is_file()]
+        assert {path.name for path in database} >= {"temporal.db", "temporal.db-wal"}
+        for files in (database, copy):
+            expected = set() if encrypts else set(PLANTED.values())
+            assert find(PLANTED.values(), files) == expected
+            assert find(STILL_SHOWN, files) == set(STILL_SHOWN)
+        # Environments of jobs of `run` are in the copy; this job's file is the user's own.
+        assert find([SECRET, FILED], [*everything, *copy]) == set()
+
+
+async def test_what_a_worker_cannot_read_waits_for_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, mine = tmp_path / "keys", tmp_path / "mine"
+    write_key(folder, "first")
+    write_key(mine, "second")
+    monkeypatch.setenv("RELAUNCH_ENCRYPTION_KEYS", str(folder))
+    monkeypatch.setenv("RELAUNCH_ENCRYPTION_KEY", "first")
+    async with World(tmp_path / "world", 62, nodes=1, spares=1, answer_within=5.0) as world:
+        # A job that was there before, written with the worker's key, is not disturbed.
+        other = await world.submit(name="other", nodes=1)
+        await other.until_phase("RUNNING")
+        monkeypatch.setenv("RELAUNCH_ENCRYPTION_KEYS", str(mine))
+        monkeypatch.setenv("RELAUNCH_ENCRYPTION_KEY", "second")
+        address = world.environment["TEMPORAL_ADDRESS"]
+        with pytest.raises(ConfigError, match=r"job/other cannot be read.*key 'first', which fold"):
+            await connect(tmp_path, address)
+        (mine / "first").touch(mode=0o600)
+        (mine / "first").write_bytes((folder / "first").read_bytes())
+        world.client = await connect(tmp_path, address)
+        job = await world.submit(name="unreadable", nodes=1)
+        incidents = ReadIncidentsInput("default", "other")
+        activity = await world.client.start_activity(
+            "read_incidents",
+            incidents,
+            id="unreadable",
+            task_queue=QUEUE,
+            result_type=ReadIncidentsOutput,
+            start_to_close_timeout=timedelta(seconds=2),
+        )
+
+        async def is_tried_again() -> bool:
+            task = (await jobs.describe(world.client, job.name)).raw_description
+            again = (await activity.describe()).attempt
+            return task.pending_workflow_task.attempt > 2 and again > 2
+
+        await eventually(is_tried_again, "the tasks of a job without a key are not tried again")
+        workflow = RunningWorkflow(f"job/{job.name}", job.run_id, "TrainingJob")
+        reason = await read_task_failure(world.client, workflow)
+        assert f"key 'second', which folder {folder} does not have" in reason
+        log = world.worker.log.read_text()
+        assert "an activity is left to another worker: a payload is encrypted with key 'sec" in log
+        (folder / "second").touch(mode=0o600)
+        (folder / "second").write_bytes((mine / "second").read_bytes())
+        assert (await activity.result()).incidents == ()
+        await job.until_phase("RUNNING")
+        await job.until_steps()
+        assert (await job.phase())[1] == (await other.phase())[1] == 1
+        for one in (job, other):
+            one.let_end()
+            await one.until_phase("SUCCEEDED")
