@@ -294,6 +294,9 @@ def _choose_block(
 ) -> tuple[_Block, list[str]] | None:
     """Return the traceback that ended the process, and the further lines of its message."""
     # Tracebacks of destructors and of other threads follow the one that ended the process.
+    blocks = [
+        one for n, one in enumerate(blocks) if not _is_printed_twice(one, blocks[n + 1 : n + 2])
+    ]
     own = [one for one in blocks if not _is_secondary(one.introduction)]
     last = own or [one for one in blocks if not _IGNORED.search(one.introduction)]
     if not last:
@@ -425,6 +428,17 @@ def _read_box(lines: list[str], start: int, end: int) -> _Block | None:
 
 def _is_secondary(introduction: str) -> bool:
     return bool(_IGNORED.search(introduction) or _OTHER_THREAD.search(introduction))
+
+
+def _is_printed_twice(block: _Block, following: list[_Block]) -> bool:
+    """Return whether a destructor's exception is printed before the line that says so, too.
+
+    Cython does that, so CuPy, at the end of a process whose GPU has failed.
+    """
+    return any(
+        _IGNORED.search(one.introduction) and (one.error, one.frames) == (block.error, block.frames)
+        for one in following
+    )
 
 
 def _read_rest(lines: list[str], block: _Block, later: list[_Block]) -> tuple[list[str], int]:

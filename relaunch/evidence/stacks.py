@@ -302,7 +302,8 @@ def describe_rank(look: RankLook) -> str:
         return printable(f"{whose}is stopped (state T){at}", MAX_PLACE)
     if not look.frames:
         kernel = f" at {look.main.wchan}" if look.main.wchan else ""
-        return printable(f"is in state {look.main.state}{kernel}", MAX_PLACE)
+        why = f"; no Python stack: {look.main.unreadable}" if look.main.unreadable else ""
+        return printable(f"is in state {look.main.state}{kernel}{why}", MAX_PLACE)
     blocked = ", blocked in the kernel (state D)" if look.main.state == "D" else ""
     verb = "waits in" if find_wait(look.frames) else "is in"
     return printable(f"{verb} {describe_stack(look.frames)}{blocked}", MAX_PLACE)

@@ -94,6 +94,8 @@ def _climb(
         return _fail(fault, why)
     if _must_check_links(job, fault, recovering):
         return _check_links(job, recovering.fault, now)
+    if elsewhere := _find_same_elsewhere(job, fault):
+        return _settle_same_elsewhere(job, fault, recovering, now, without, elsewhere)
     vain = launches_without_progress(job)
     has_too_many = job.policy.no_progress_ask != "off" and vain >= job.policy.no_progress_ask
     named = tuple(dict.fromkeys((*without, *fault.nodes)))
@@ -230,6 +232,52 @@ def _needs_proof(rung: Rung, fault: Diagnosis) -> bool:
     """Return whether a rung would cost a node that nothing but the program accuses."""
     costs_node = rung.isolate or rung.strategy.repairs
     return costs_node and not rung.when and fault.by_program and bool(fault.nodes)
+
+
+def _find_same_elsewhere(job: JobState, fault: Diagnosis) -> tuple[str, ...]:
+    """Return nodes that the job left because of this same fault, and that were not found unhealthy.
+
+    Only for faults of nodes of which nothing but the program tells. A container or an environment
+    that hides the GPUs says on every node what a broken driver says on one.
+    """
+    if not (fault.by_program and fault.nodes and fault.cause in HARDWARE_CAUSES):
+        return ()
+    begins = (job.progressed_at, job.renewed_at, job.approved_at)
+    since = max((at for at in begins if at is not None), default=None)
+    isolated = {one.node for one in job.avoided}
+    left = (
+        one.nodes
+        for one in job.tries
+        if one.strategy is Strategy.REPLACE_NODE
+        and (one.cause, one.code) == (fault.cause, fault.code)
+        and (since is None or one.at >= since)
+        and not isolated & {*one.nodes}
+    )
+    return next((nodes for nodes in left if nodes and not {*nodes} & {*fault.nodes}), ())
+
+
+def _settle_same_elsewhere(
+    job: JobState,
+    fault: Diagnosis,
+    recovering: Recovery,
+    now: datetime,
+    without: tuple[str, ...],
+    elsewhere: tuple[str, ...],
+) -> Decision:
+    """Examine the second node with the same fault; ask, unless that finds it unhealthy."""
+    if recovering.verdict is None:
+        return _examine(job, recovering.fault, now)
+    if recovering.verdict is Verdict.UNHEALTHY:
+        rung = Rung(strategy=Strategy.REPLACE_NODE, isolate=True)
+        return _relaunch(job, fault, rung, 0, now, without)
+    return Ask(
+        f"{fault.reason}; the same as on {join_names(elsewhere, NAMED)}, which was not found "
+        "unhealthy either: it probably comes with the job, as from its environment, its container "
+        "or its libraries",
+        question=f"{ANSWERS}, or with another command: `cancel`, then `submit`?",
+        without=without,
+        ladder=fault.cause,
+    )
 
 
 def _end(

@@ -382,7 +382,8 @@ def test_a_rank_starts_with_default_signals_and_descriptors(node: Node) -> None:
     assert node.log().count("->") == 4  # three, and the listing's own
 
 
-# A rank is unbuffered, and its `print` writes a line and its end one after the other: two answers, now and then.
+# A rank is unbuffered: its `print` would write a line and its end one after the other, and so be
+# two answers now and then.
 PRINTS_ON_SIGNAL = """
 import os
 import signal

@@ -65,6 +65,8 @@ async def test_a_torn_checkpoint_asks_and_the_job_goes_on_without_it(world: Worl
     await handle_of(world.client, job.name).execute_update("answer", answer)
     await job.until_phase("SUCCEEDED")
     state = await job.state()
-    assert (state.generation, state.failed_resume) == (4, None)
+    assert state.generation == 4
+    # Its last step may come with its end, which counts no failed resume but keeps the last error.
+    assert state.failed_resume is None or state.failed_resume.count == 0
     assert state.incidents[-1].recovered is not None
     await world.tidy(job)

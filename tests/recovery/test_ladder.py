@@ -32,6 +32,7 @@ from tests.recovery.builders import (
     at,
     climbed,
     describe,
+    examine,
     policy,
     raised,
     relaunched,
@@ -518,3 +519,45 @@ def test_a_decision_after_an_examination_names_what_was_found(
     examined = tuple(ExaminedNode(node, verdict, "said so") for node, verdict in verdicts)
     decision = climb(running(policy=rungs(FAIL)), Recovery(on("n1", "n2"), examined), T0, ())
     assert decision.reason == snapshot
+
+
+NO_GPU = "RuntimeError: No CUDA GPUs are available"
+
+
+def test_the_same_words_on_a_second_healthy_node_ask() -> None:
+    """A container or CUDA_VISIBLE_DEVICES hides the GPUs of every node: no third one is tried."""
+    job = walk(
+        running(),
+        (raised(NO_GPU, "n2"), "RESTART_IN_PLACE"),
+        (raised(NO_GPU, "n2"), "RESTART_IN_PLACE"),
+        (raised(NO_GPU, "n2"), "EXAMINE n2"),
+        (examine(n2="HEALTHY"), "REPLACE_NODE without n2"),
+        (raised(NO_GPU, "n1"), "EXAMINE n1"),
+        (examine(n1="UNKNOWN"), "ASK"),
+    )
+    assert job.reason.endswith(
+        "; the same as on n2, which was not found unhealthy either: it probably comes with the job,"
+        " as from its environment, its container or its libraries"
+    )
+    assert not job.avoided
+
+
+def test_a_second_node_that_is_broken_is_replaced() -> None:
+    first = walk(
+        running(),
+        (raised(NO_GPU, "n2"), "RESTART_IN_PLACE"),
+        (raised(NO_GPU, "n2"), "RESTART_IN_PLACE"),
+        (raised(NO_GPU, "n2"), "EXAMINE n2"),
+    )
+    walk(
+        first,
+        (examine(n2="HEALTHY"), "REPLACE_NODE without n2"),
+        (raised(NO_GPU, "n1"), "EXAMINE n1"),
+        (examine(n1="UNHEALTHY"), "REPLACE_NODE without n1 avoiding n1"),
+    )
+    # Where the first one was found broken, the second one has its tries in full.
+    walk(
+        first,
+        (examine(n2="UNHEALTHY"), "REPLACE_NODE without n2 avoiding n2"),
+        (raised(NO_GPU, "n1"), "RESTART_IN_PLACE"),
+    )
