@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import assert_never
 
@@ -14,6 +13,7 @@ from relaunch.evidence.causes import OWN_CAUSES, Cause
 from relaunch.evidence.findings import Verdict
 from relaunch.evidence.reachability import MAX_LINKS, LinkFindings
 from relaunch.fields import duration
+from relaunch.job.copies import replace
 from relaunch.job.decide import (
     answers,
     describe_approval,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import datetime
 
 from relaunch.evidence.causes import HARDWARE_CAUSES
 from relaunch.generation import LaunchedGeneration
+from relaunch.job.copies import replace
 from relaunch.job.fencing import plan_generation, will_fence
 from relaunch.job.incidents import is_acted_on
 from relaunch.job.state import FaultRecord, Incident, JobState, Phase

@@ -6,13 +6,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import datetime
 from typing import assert_never
 
 from relaunch.evidence.causes import Cause
 from relaunch.fields import duration
 from relaunch.job.claim import more_at
+from relaunch.job.copies import replace
 from relaunch.job.diagnose import (
     CLAIMED,
     blame_lost_nodes,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal as signals
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import assert_never
 
@@ -24,6 +24,7 @@ from relaunch.evidence.rank_log import (
     read_rank_log,
 )
 from relaunch.evidence.reachability import CUT_OFF
+from relaunch.job.copies import replace
 from relaunch.job.events import FaultObserved, LaunchFailed, LaunchRefused, NodeRefusal, RanksHung
 from relaunch.job.fencing import fences
 from relaunch.job.state import Certainty, Diagnosis, JobState

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from relaunch.job.copies import replace
 from relaunch.job.diagnose import UNEXPLAINED
 from relaunch.job.state import FaultRecord, Incident, JobState, Phase
 from relaunch.text import count_noun, join_names

@@ -6,10 +6,10 @@ The protocol is docs/reference/agent-protocol.md, "Lease and fence"; tests/model
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from datetime import datetime, timedelta
 
 from relaunch.generation import LaunchedGeneration
+from relaunch.job.copies import replace
 from relaunch.job.state import JobState
 from relaunch.spec.policy import Timeouts
 

@@ -6,9 +6,10 @@ the step stays the same is judged by `relaunch.evidence.hung_ranks`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+from relaunch.job.copies import replace
 from relaunch.spec.policy import HangLimits, Timeouts
 
 SAFETY_FACTOR = 5

@@ -5,11 +5,11 @@ An incident opens with the diagnosis, records each decision, and closes when tra
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import datetime
 
 from relaunch.evidence.causes import Cause
 from relaunch.fields import duration
+from relaunch.job.copies import replace
 from relaunch.job.events import ProgressSeen, StepReached
 from relaunch.job.state import (
     Decision,

@@ -8,7 +8,7 @@ found unhealthy. Otherwise it launches as it would have, and leaves the nodes al
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import assert_never
 
@@ -16,6 +16,7 @@ from relaunch.evidence.causes import HARDWARE_CAUSES, OWN_CAUSES, Cause
 from relaunch.evidence.findings import Verdict
 from relaunch.evidence.reachability import CUT_OFF
 from relaunch.fields import duration
+from relaunch.job.copies import replace
 from relaunch.job.resumes import (
     ask_about_checkpoint,
     ends_resumes,

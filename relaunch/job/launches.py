@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from relaunch.generation import LaunchedGeneration
+from relaunch.job.copies import replace
 from relaunch.job.fencing import plan_generation, unknown_generation
 from relaunch.job.generation_nodes import record_nodes
 from relaunch.job.state import JobState

@@ -7,7 +7,6 @@ what a job does.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -18,6 +17,7 @@ from relaunch.job.accounts import (
     RunFigures,
     RunningTime,
 )
+from relaunch.job.copies import replace
 from relaunch.job.events import (
     CheckpointSaved,
     Event,

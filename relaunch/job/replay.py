@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -19,6 +19,7 @@ from relaunch.evidence.findings import Verdict
 from relaunch.evidence.reachability import LinkFindings
 from relaunch.fields import duration
 from relaunch.job.apply import apply_decision, finish
+from relaunch.job.copies import replace
 from relaunch.job.events import (
     DeadlinePassed,
     Event,

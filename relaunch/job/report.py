@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from statistics import median
 
 from relaunch.evidence.causes import Cause
 from relaunch.job.accounts import Account, Ledger
+from relaunch.job.copies import replace
 from relaunch.job.hang import SAFETY_FACTOR
 from relaunch.job.ledger import measure_wall, settle
 from relaunch.job.state import Incident, JobState

@@ -6,9 +6,8 @@ taken here: relaunch neither chooses nor removes one.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from relaunch.evidence.causes import Cause
+from relaunch.job.copies import replace
 from relaunch.job.state import Ask, Diagnosis, FailedResume, JobState
 from relaunch.text import count_noun, mask_numbers
 

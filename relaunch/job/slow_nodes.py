@@ -7,11 +7,11 @@ and `replace` moves the job away from it without a word against it.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import datetime
 
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.stragglers import describe_slow_node
+from relaunch.job.copies import replace
 from relaunch.job.events import NodesSlow
 from relaunch.job.state import Certainty, Diagnosis, JobState, Phase, SlowRecord
 

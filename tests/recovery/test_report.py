@@ -40,6 +40,7 @@ def train_llama(interval: float, seed: int) -> Report:
     return make_report([record], record.state.ended_at or T0)
 
 
+@pytest.mark.long_after(variants=1)
 @pytest.mark.parametrize("seed", range(3))
 def test_the_share_of_llama_3_agrees_with_the_closed_formula(seed: int) -> None:
     interval = timedelta(minutes=30)
@@ -55,6 +56,7 @@ def test_the_share_of_llama_3_agrees_with_the_closed_formula(seed: int) -> None:
     assert report.ettr is not None and abs(report.ettr - expected) < 0.005
 
 
+@pytest.mark.long_after(variants=1)
 @pytest.mark.parametrize("bad", [3 * MINUTE, 180 * MINUTE])
 def test_the_advised_interval_recovers_most_of_the_optimum(bad: float) -> None:
     def measure(interval: float) -> float:
@@ -64,7 +66,7 @@ def test_the_advised_interval_recovers_most_of_the_optimum(bad: float) -> None:
     best = before.checkpoints.best
     assert best is not None and before.ettr is not None
     followed = measure(best.total_seconds())
-    optimum = max(measure(minutes * MINUTE) for minutes in (13, 17, 19, 22, 28))
+    optimum = max(measure(minutes * MINUTE) for minutes in (17, 19, 22))
     assert (followed - before.ettr) / (optimum - before.ettr) >= 0.9
     advice = next(one for one in before.advice if "checkpoint" in one.what)
     gained = (followed - before.ettr) * before.wall

@@ -23,7 +23,7 @@ from relaunch.pool.state import FleetState
 from relaunch.spec.job import JobSpec
 from relaunch.workflows.fleet.workflow import Fleet
 from tests.activities.harness import environment
-from tests.workflows.rig import PATIENCE, Rig, policy
+from tests.workflows.rig import PATIENCE, TASKS, Rig, policy, until_changed
 
 GRANT: TypeAdapter[Grant] = TypeAdapter(Grant)
 
@@ -171,17 +171,24 @@ async def fleet_state(rig: Rig) -> FleetState:
 
 
 async def until_fleet(rig: Rig, holds: Callable[[FleetState], bool], what: str) -> FleetState:
-    async def is_reached() -> bool:
-        return holds(await fleet_state(rig))
-
-    await eventually(is_reached, what, rig)
-    return await fleet_state(rig)
+    deadline = asyncio.get_running_loop().time() + PATIENCE
+    while True:
+        tasks = TASKS[rig.fleet.id]
+        state = await fleet_state(rig)
+        if holds(state):
+            return state
+        assert asyncio.get_running_loop().time() < deadline, f"never {what}: {state}"
+        await until_changed(rig.fleet.id, tasks)
 
 
 async def eventually(holds: Callable[[], Any], what: str, rig: Rig) -> None:
     deadline = asyncio.get_running_loop().time() + PATIENCE
-    while not await holds():
+    while True:
+        tasks = TASKS[rig.fleet.id]
+        if await holds():
+            return
         assert asyncio.get_running_loop().time() < deadline, (
             f"never {what}: {await fleet_state(rig)}"
         )
-        await asyncio.sleep(0.05)
+        # What jobs get, the fleet has sent in one of its tasks.
+        await until_changed(rig.fleet.id, tasks)

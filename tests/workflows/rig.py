@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from temporalio.bridge.proto.workflow_activation import WorkflowActivation
+from temporalio.bridge.proto.workflow_completion import WorkflowActivationCompletion
 from temporalio.client import (
     Client,
     WorkflowExecutionStatus,
@@ -24,7 +27,13 @@ from temporalio.client import (
 )
 from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
-from temporalio.worker import Replayer, UnsandboxedWorkflowRunner, Worker
+from temporalio.worker import (
+    Replayer,
+    UnsandboxedWorkflowRunner,
+    Worker,
+    WorkflowInstance,
+    WorkflowInstanceDetails,
+)
 from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner, SandboxRestrictions
 
 from relaunch.activities.examine import NodeActivities
@@ -47,7 +56,7 @@ from relaunch.temporal import data_converter
 from relaunch.workflows.fleet.workflow import Fleet
 from relaunch.workflows.node_repair.workflow import NodeRepair
 from relaunch.workflows.notifier.workflow import Notifier
-from relaunch.workflows.runner import TaskRunner
+from relaunch.workflows.runner import TaskRunner, _TaskInstance
 from relaunch.workflows.training_job.workflow import TrainingJob
 from tests.fakes.nodes import ManualClock, Script, SimulatedBackend
 from tests.invariants import assert_invariants, find_unbalanced
@@ -66,6 +75,45 @@ QUICK = {
     "fence_after": "500ms",
     "stop_grace": "200ms",
 }
+
+
+POLL_INTERVAL = 0.05
+"""Seconds between looks at something in this process, which cost nothing."""
+QUERY_INTERVAL = 0.5
+"""Seconds between queries of a workflow that has done nothing in the meantime."""
+TASKS = Counter[str]()
+"""How often workers of this process have called each workflow for more than a query."""
+
+
+class CountingRunner(TaskRunner):
+    """Counts the tasks of each workflow: its state changes with one of them."""
+
+    def create_instance(self, det: WorkflowInstanceDetails) -> WorkflowInstance:
+        instance = super(TaskRunner, self).create_instance(det)
+        return _CountedInstance(instance, self, det.info.workflow_id)
+
+
+class _CountedInstance(_TaskInstance):
+    def __init__(self, instance: WorkflowInstance, runner: TaskRunner, workflow: str) -> None:
+        super().__init__(instance, runner)
+        self._workflow = workflow
+
+    def activate(self, act: WorkflowActivation) -> WorkflowActivationCompletion:
+        completion = super().activate(act)
+        if not all(job.HasField("query_workflow") for job in act.jobs):
+            TASKS[self._workflow] += 1
+        return completion
+
+
+async def until_changed(workflow: str, tasks: int) -> None:
+    """Wait until this workflow has done more tasks, or for `QUERY_INTERVAL`.
+
+    A query costs the server and the worker 15 ms of a core, and most answers would be the same.
+    """
+    for _ in range(int(QUERY_INTERVAL / POLL_INTERVAL)):
+        await asyncio.sleep(POLL_INTERVAL)
+        if TASKS[workflow] != tasks:
+            return
 
 
 def policy(timeouts: dict[str, str] | None = None, **changes: Any) -> Policy:
@@ -174,13 +222,14 @@ class Job:
         """Wait until the state is as wanted, and return it."""
         deadline = asyncio.get_running_loop().time() + PATIENCE
         while True:
+            tasks = TASKS[self.handle.id]
             state = await self.state()
             if holds(state):
                 return state
             assert asyncio.get_running_loop().time() < deadline, (
                 f"never {what or 'so'}: {state.phase} because {state.reason}; {state.incidents}"
             )
-            await asyncio.sleep(0.05)
+            await until_changed(self.handle.id, tasks)
 
     async def until_phase(self, phase: Phase, generation: int | None = None) -> JobState:
         return await self.until(
@@ -381,7 +430,7 @@ def activities(
 def worker(
     client: Client, queue: str, fleets: SimulatedFleets, archive: Path, *, cached: int = MAX_CACHED
 ) -> Worker:
-    runner = TaskRunner()
+    runner = CountingRunner()
     worker = Worker(
         client,
         task_queue=queue,
