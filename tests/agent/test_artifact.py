@@ -47,6 +47,7 @@ def test_the_artifact_is_named_by_content_and_rebuilt_if_torn(
         assert build_agent(tmp_path / "a").read_bytes() == whole
 
 
+@pytest.mark.long_after(variants=1)
 @pytest.mark.parametrize("change", ["another source", "one more module", "writable", "link"])
 def test_an_artifact_of_another_content_or_user_is_replaced(tmp_path: Path, change: str) -> None:
     built = build_agent(tmp_path / "a")
