@@ -6,18 +6,12 @@ import pytest
 
 OF_THE_CONNECTION = (
     "test_a_rank_that_exits_is_seen_and_ends_its_neighbours",
-    "test_prepare_is_idempotent",
-    "test_stop_is_idempotent_and_what_is_gone_is_done",
     "test_a_watch_resumes_after_what_was_acknowledged",
     "test_a_stopped_generation_says_why_and_ends_its_watch",
-    "test_two_watchers_see_the_same",
-    "test_renewed_leases_hold",
     "test_a_node_that_is_cut_off_is_silent_and_its_ranks_run_on",
-    "test_a_reboot_is_reported_and_spends_the_generation",
     "test_closing_leaves_the_ranks_running",
     "test_calls_at_the_same_time_do_not_hinder_each_other",
     "test_logs_are_read_on_from_an_offset_until_they_end",
-    "test_a_probe_tells_of_a_node_on_which_nothing_ever_ran",
     "test_s2_10_a_look_has_gpus_and_strangers_where_asked_to",
     "test_a_node_that_is_cut_off_answers_no_order_of_a_repair",
     "test_a_diagnosis_without_a_caller_ends_and_frees_the_node",

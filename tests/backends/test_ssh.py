@@ -137,7 +137,7 @@ async def test_what_a_login_shell_prints_first_is_passed_over(site: Site) -> Non
     assert (await site.backend(host).list("n1"))["outcome"] == "done"
 
 
-@pytest.mark.long_after(variants=3)
+@pytest.mark.long_after(variants=2)
 @pytest.mark.parametrize("shell", ["sh", "bash", "dash", "zsh", "fish", "csh", "tcsh"])
 async def test_any_login_shell_starts_the_agent(site: Site, shell: str) -> None:
     if shutil.which(shell) is None:

@@ -31,7 +31,7 @@ from temporalio.service import RPCError
 from relaunch.cli import jobs
 from relaunch.cli.client import GENERATION, PHASE
 from relaunch.cli.jobs import JobSnapshot
-from relaunch.cli.service import HOST, SERVER_OPTIONS, choose_port, find_server
+from relaunch.cli.service import HOST, ONE_PARTITION, SERVER_OPTIONS, choose_port, find_server
 from relaunch.cli.submit import submit
 from relaunch.config import ConfigError
 from relaunch.job.state import Incident, JobState
@@ -53,6 +53,9 @@ PATIENCE = 180.0
 """Seconds until a wait gives up: ten times the longest fence, because the machine may be busy with
 other worlds."""
 POLL = 0.05
+QUERY_INTERVAL = 0.2
+"""Seconds between queries of a job, which cost server and worker 20 ms of a core, where no moment
+has to be met."""
 
 TIMES = {
     "heartbeat": "0.5s",
@@ -194,11 +197,15 @@ class Job:
         )
 
     async def until(
-        self, what: Callable[[], Awaitable[Found | None]], why: str, patience: float = PATIENCE
+        self,
+        what: Callable[[], Awaitable[Found | None]],
+        why: str,
+        patience: float = PATIENCE,
+        pause: float = POLL,
     ) -> Found:
         """Do as `eventually`, and say what the job does where it does not come about."""
         try:
-            return await eventually(what, why, patience)
+            return await eventually(what, why, patience, pause)
         except Unmet as unmet:
             raise Unmet(f"{unmet}; {self.name} is {await self._described()}") from None
 
@@ -234,7 +241,7 @@ class Job:
             # first has arrived.
             return len(seen) >= 3
 
-        await self.until(renewed, f"no watch of {self.name}")
+        await self.until(renewed, f"no watch of {self.name}", pause=QUERY_INTERVAL)
 
     def step(self) -> int | None:
         try:
@@ -380,7 +387,7 @@ class World:
             **self.places.environment,
         }
         ports = ["--ip", HOST, "--port", str(port), "--ui-port", str(ui)]
-        options = [word for pair in SERVER_OPTIONS for word in pair]
+        options = [word for pair in (*SERVER_OPTIONS, *ONE_PARTITION) for word in pair]
         command = [
             str(find_server()),
             "server",

@@ -255,7 +255,8 @@ async def test_jobs_of_a_period_are_reported_together(place: Place) -> None:
         await place.starter("submit", place.write_job(name, "exit", "0"), "--follow")
     view = json.loads((await place.starter("report", "--since", "1h", "--json")).out)
     assert {"first", "second"} <= set(view["jobs"])
-    assert view["wall"] == view["unknown"] >= 9 * len(view["jobs"])
+    # Jobs of other tests on this server may be of the period, too.
+    assert view["wall"] >= view["unknown"] >= 9 + 9
 
 
 @pytest.mark.long_after(variants=2)

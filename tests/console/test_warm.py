@@ -134,7 +134,7 @@ def children_of(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-@pytest.mark.long_after(variants=2)
+@pytest.mark.long_after(variants=1)
 @pytest.mark.parametrize(
     ("words", "code"),
     [

@@ -24,13 +24,13 @@ from tests.corpus.run import WAYS, judge
 from tests.programs.service import Service
 
 FEW = (
-    ("app_deepspeed_recursion_rank1", "torchrun"),
     ("app_swift_oom_fragmented_rank11", "after-echo"),
     ("node_xid79_overheated_titan", "alone"),
 )
 """What `make test` plays."""
 SAMPLE = (
     *FEW,
+    ("app_deepspeed_recursion_rank1", "torchrun"),
     ("dist_gloo_closed_by_peer_at_load", "alone"),
     ("node_xid94_contained_documented", "before-echo"),
     ("site_quota_sample_image", "error-file"),

@@ -131,6 +131,7 @@ async def shown(aws: EcsPlaces, table: str, key: str, **expected: str) -> None:
     await eventually(has_them, f"{table} does not show {expected} of {key}")
 
 
+@pytest.mark.long  # its parts: tests/backends/test_ecs_….py
 async def test_s1_3_s1_5_s1_6_s1_8_s1_10_ecs_reboot_once_fault_to_end(
     world: World, aws: EcsPlaces, nvml: Path
 ) -> None:
@@ -349,6 +350,7 @@ async def test_s1_9_lost_doubled_and_reordered_events_change_nothing(
     await vouch(world)
 
 
+@pytest.mark.long
 async def test_s1_1_a_task_that_a_person_stops_cancels_the_job(
     world: World, aws: EcsPlaces
 ) -> None:

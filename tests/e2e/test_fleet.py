@@ -236,6 +236,7 @@ async def test_a_new_node_of_the_file_is_there_once_it_was_applied(world: World)
     assert set(await rows(world)) == set(world.names)
 
 
+@pytest.mark.long  # tests/console/test_fleets.py has the same sentences
 async def test_what_is_unknown_changes_nothing(world: World) -> None:
     status, text = await starter(
         world, "nodes", "quarantine", "n9", "--reason", "x", "--fleet", FLEET
@@ -248,6 +249,7 @@ async def test_what_is_unknown_changes_nothing(world: World) -> None:
     ), text
 
 
+@pytest.mark.long  # see test_orphaned_ranks_… in tests/workflows
 async def test_what_a_terminated_job_leaves_is_stopped_and_given_back(world: World) -> None:
     job = await world.submit()
     await job.until_phase("RUNNING", generation=1)

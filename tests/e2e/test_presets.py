@@ -52,6 +52,7 @@ async def test_s1_5_ecs_reboot_once_examines_after_exit_1_then_fails(
     assert job.rank_pids() == []
 
 
+@pytest.mark.long  # tests/recovery/test_s1_ecs.py has all
 async def test_s1_1_ecs_reboot_once_fails_at_once_for_any_other_exit(world: World) -> None:
     job = await world.submit(policy=preset("ecs-reboot-once"))
     await trained(job, 1)
@@ -84,6 +85,7 @@ async def test_s2_8_gputasker_keeps_the_ranks_of_a_lost_node(
     assert {("Wait", None, False)} == set(await ended(job, "SUCCEEDED"))
 
 
+@pytest.mark.long
 async def test_s3_2_torchelastic_restarts_all_ranks_up_to_max_restarts(
     world: World,
 ) -> None:

@@ -258,6 +258,7 @@ async def advanced(job: Job, step: int) -> bool:
     return (job.step() or 0) > step
 
 
+@pytest.mark.long  # the contract of tests/backends reads logs on
 async def test_output_of_ranks_is_read_from_nodes_and_followed(
     world: World,
 ) -> None:
