@@ -211,7 +211,7 @@ def current_details(job: JobState, now: datetime) -> str:
             " rank itself: the fleet does, within a minute or two, and takes the nodes back."
             " **Reset** goes on with ranks that still run, else claims nodes and launches again.",
         ]
-    return _page(lines)
+    return cut_page(lines)
 
 
 def _failure_lines(failure: Failure) -> list[str]:
@@ -298,7 +298,7 @@ def repair_details(
             "not take all its nodes down. Its page says which limit is reached, and how its "
             "breaker is closed. Without a permit nothing is done to the node.",
         ]
-    return _page(lines)
+    return cut_page(lines)
 
 
 def escalation_details(
@@ -324,7 +324,7 @@ def escalation_details(
     ]
     if not isinstance(decision, FinishRepair):
         lines += [f"**Deadline** {_format_time(deadline)}", ""]
-    return _page([*lines, *_health_lines(escalation.health), *_step_lines(escalation.log)])
+    return cut_page([*lines, *_health_lines(escalation.health), *_step_lines(escalation.log)])
 
 
 def _health_lines(health: Health | None) -> list[str]:
@@ -355,13 +355,13 @@ def _step_lines(log: tuple[LogEntry, ...]) -> list[str]:
     )
 
 
-def _page(lines: list[str]) -> str:
+def cut_page(lines: list[str]) -> str:
+    """Return a page, cut to what the server accepts."""
     text = "\n".join(lines)
-    return (
-        text
-        if len(text.encode()) <= DETAILS_LIMIT
-        else text.encode()[:DETAILS_LIMIT].decode(errors="ignore") + "\n…"
-    )
+    if len(text.encode()) <= DETAILS_LIMIT:
+        return text
+    # An escape that was cut in two would escape the end of the line.
+    return text.encode()[:DETAILS_LIMIT].decode(errors="ignore").rstrip("\\") + "\n…"
 
 
 def _describe_next(job: JobState) -> str:

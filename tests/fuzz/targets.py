@@ -755,7 +755,11 @@ def read_markdown(page: str) -> str:
     return "".join(one.content for one in inline)[1:]
 
 
-@target(st.tuples(hostile_text, hostile_text), *(("x", snippet) for snippet in SNIPPETS))
+@target(
+    st.tuples(hostile_text, hostile_text),
+    *(("x", snippet) for snippet in SNIPPETS),
+    *(("x" * odd + "[" * 9000, "y") for odd in (0, 1)),
+)
 def check_job_page(texts: tuple[str, str]) -> None:
     one, other = texts
     honest, job = (

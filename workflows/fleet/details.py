@@ -11,7 +11,7 @@ from relaunch.pool.inventory import describe_uses
 from relaunch.pool.messages import PermitRequest
 from relaunch.pool.state import ClaimRecord, FleetState, NodeRecord, NodeStatus, OfferRecord
 from relaunch.text import count_noun, escape_markdown, join_names, quote_code
-from relaunch.workflows.search_attributes import DETAILS_LIMIT
+from relaunch.workflows.search_attributes import cut_page
 
 Item = TypeVar("Item")
 MOST_SHOWN = 16
@@ -86,12 +86,7 @@ def fleet_details(
         " stop all repairs; resume also closes the breaker",
         "- `apply` reads the fleet file again now",
     ]
-    text = "\n".join(lines)
-    return (
-        text
-        if len(text.encode()) <= DETAILS_LIMIT
-        else text.encode()[:DETAILS_LIMIT].decode(errors="ignore") + "\n…"
-    )
+    return cut_page(lines)
 
 
 def _summary(
