@@ -209,6 +209,7 @@ def explain_refusal(error: RPCError) -> ConfigError:
         f"the Temporal server refused the request: {error.message} ({error.status.name})"
     )
 
+
 async def check_keys(client: Client, workflows: int = 10, histories: int = 1) -> None:
     """Prove that this process can read what the namespace has, before it writes anything there.
 
