@@ -38,6 +38,7 @@ from relaunch.repair.state import (
     OrderRefused,
     RepairEvent,
 )
+from relaunch.spec.access import Access
 
 PROBE_TIMEOUT_S = 20.0
 """Seconds for a probe. A healthy node needs less than one; on the node, a hanging driver is
@@ -45,6 +46,7 @@ abandoned after ten."""
 DIAGNOSE_TIMEOUTS = {1: timedelta(minutes=3), 2: timedelta(minutes=15), 3: timedelta(minutes=60)}
 """Time limit of each DCGM level, some six times the duration in NVIDIA's documentation: `dcgmi
 diag` itself has no limit."""
+REPAIR_WORKFLOW = "NodeRepair"
 MAX_PROBES = 3
 PROBE_INTERVAL_S = 2.0
 """Seconds between two probes. One lost answer says nothing about a node."""
@@ -70,6 +72,8 @@ class NodeTerms:
     """Whether the node's power can be cycled."""
     no_reset: str = ""
     """Why its GPUs cannot be reset; empty: they can."""
+    access: Access | None = None
+    """Who may repair it; None: everyone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,8 @@ class RepairOrder:
     level: int = 0
     reason: str = ""
     kernel_since: timedelta | None = None
+    by: str = ""
+    """Who ordered what acts on the node, and who approved it, for the node's own journal."""
 
 
 class NodeActivities:
@@ -149,6 +155,7 @@ class NodeActivities:
             node.gpus,
             power=node.power is not None or isinstance(backend, CyclesPower),
             no_reset=backend.no_reset if isinstance(backend, RefusesResets) else "",
+            access=spec.access,
         )
 
     @activity.defn
@@ -158,6 +165,16 @@ class NodeActivities:
         After a missing answer, the caller must check the node before it orders again.
         """
         backend = self._fleets.backend(order.fleet)
+        if (
+            self._fleets.spec(order.fleet).access is not None
+            and activity.info().workflow_type != REPAIR_WORKFLOW
+        ):
+            # The server lets every client start an activity by itself, past all permits.
+            raise ApplicationError(
+                f"{order.verb} of {order.node}: only a repair orders that",
+                type="BadInput",
+                non_retryable=True,
+            )
         async with send_heartbeats():
             try:
                 return await _carry_out(backend, order)
@@ -179,10 +196,19 @@ async def _carry_out(backend: Backend, order: RepairOrder) -> RepairEvent:
             )
         case "reset-gpus":
             answer = await backend.reset_gpus(
-                order.node, order.id, order.boot_id, order.gpus, within, fleet
+                order.node,
+                order.id,
+                order.boot_id,
+                order.gpus,
+                within,
+                fleet,
+                order.reason,
+                order.by,
             )
         case "reboot":
-            answer = await backend.reboot(order.node, order.id, order.boot_id, order.reason, fleet)
+            answer = await backend.reboot(
+                order.node, order.id, order.boot_id, order.reason, fleet, order.by
+            )
         case "power-cycle":
             power = backend.node(order.node).power
             if power is None and isinstance(backend, CyclesPower):

@@ -179,7 +179,7 @@ class FleetActivities:
             )
             for node in spec.nodes
         )
-        content = FleetFileContent(spec.repairs, tuple(nodes), spec.limits)
+        content = FleetFileContent(spec.repairs, tuple(nodes), spec.limits, access=spec.access)
         digest = hashlib.sha256(to_json(content)).hexdigest()
         return FleetFile(content if digest != input.digest else None, digest=digest)
 

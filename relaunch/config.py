@@ -78,6 +78,9 @@ class Settings(BaseModel):
     temporal_bin: Path | None = None
     """Temporal's program, which `up` and `run` start; default: the one installed with relaunch. A
     database that another version wrote needs that version's."""
+    ssh_key: Path | None = None
+    """The SSH key that signs your orders, where a fleet file says who may do what; its `.pub` file
+    if ssh-agent has it. Read by the command line only."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Of the worker's log."""
     fleets: tuple[Path, ...] = ()

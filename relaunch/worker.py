@@ -29,6 +29,7 @@ from temporalio.worker import (
     Worker,
 )
 
+from relaunch.activities.access import AccessActivities
 from relaunch.activities.examine import NodeActivities
 from relaunch.activities.fleet import FleetActivities
 from relaunch.activities.launch import JobActivities
@@ -395,6 +396,7 @@ def make_worker(
             nodes.read_terms,
             nodes.order_repair,
             RepairActivities(client).follow_repair,
+            AccessActivities(fleets).check_order,
             LinkActivities(fleets).check_links,
             fleet.read_fleet,
             fleet.probe_nodes,

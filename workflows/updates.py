@@ -1,9 +1,15 @@
-"""What updates of workflows share: how they are refused, and when they take effect."""
+"""What messages to workflows share: how updates are refused, when they take effect, and who has
+signed a message."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from temporalio import workflow
 from temporalio.exceptions import ApplicationError
+
+with workflow.unsafe.imports_passed_through():
+    from relaunch.access.orders import SignedText, read_signed
 
 DELAY_S = 0.001
 """Seconds of the timer: it only has to be one, because a sleep of 0 s starts none."""
@@ -25,3 +31,10 @@ async def await_next_task() -> None:
 def reject(reason: str) -> ApplicationError:
     """Return the error that refuses an update with a sentence."""
     return ApplicationError(reason, type="BadInput", non_retryable=True)
+
+
+def read_signed_message(name: str, message: Any) -> SignedText | None:
+    """Return what the sender of a signal or an update says to have signed; None: nothing."""
+    info = workflow.info()
+    receiver = f"{info.workflow_id}/{info.first_execution_run_id}"
+    return read_signed(info.namespace, receiver, name, message)

@@ -141,6 +141,10 @@ def refuse_field(name: str, value: Any, expected: str) -> NoReturn:
 _REQUIRED: Any = object()
 
 
+MAX_NOTE = 300
+"""Characters of a text that is kept in a journal for people."""
+
+
 class Fields:
     """Parser of an order's fields; a missing field or a wrong type is refused by name."""
 
@@ -180,6 +184,11 @@ class Fields:
         if not isinstance(value, str) or not value or "\0" in value:
             refuse_field(self.prefix + name, value, "text that is not empty and has no NUL")
         return str(value)
+
+    def note(self, name: str) -> str:
+        """Return a text for the journal that an older controller does not send; empty without."""
+        value = self.order.get(name)
+        return value[:MAX_NOTE] if isinstance(value, str) else ""
 
     def flag(self, name: str, default: Any = _REQUIRED) -> bool:
         value = self.get(name, "true or false", default)

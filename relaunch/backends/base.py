@@ -384,19 +384,23 @@ class Backend(Protocol):
         gpus: tuple[str, ...],
         within: float,
         fleet: str = "",
+        reason: str = "",
+        by: str = "",
     ) -> Mapping[str, Any] | Refusal:
         """Reset GPUs by bus id, or all GPUs if none is named.
 
-        Only if the node still has this boot id and no process uses them.
+        Only if the node still has this boot id and no process uses them. The node's own journal
+        notes why, and by whose order.
         """
         ...
 
     async def reboot(
-        self, node: str, id: str, boot_id: str, reason: str, fleet: str = ""
+        self, node: str, id: str, boot_id: str, reason: str, fleet: str = "", by: str = ""
     ) -> Mapping[str, Any] | Refusal:
         """Order the node to reboot, if it still has this boot id and no ranks are alive there.
 
-        A different boot id afterwards is the only proof that it rebooted.
+        A different boot id afterwards is the only proof that it rebooted. The node's own journal
+        notes why, and by whose order.
         """
         ...
 

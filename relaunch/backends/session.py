@@ -337,20 +337,29 @@ class AgentSession:
         return answers.check_output(self._node, "diagnose", answer, "stdout")
 
     async def reset_gpus(
-        self, id: str, boot_id: str, gpus: tuple[str, ...], within: float, fleet: str = ""
+        self,
+        id: str,
+        boot_id: str,
+        gpus: tuple[str, ...],
+        within: float,
+        fleet: str = "",
+        reason: str = "",
+        by: str = "",
     ) -> Mapping[str, Any] | Refusal:
         order = {"id": id, "boot_id": boot_id, "gpus": gpus, "within": within, **_whose(fleet)}
+        order |= {key: text for key, text in (("reason", reason), ("by", by)) if text}
         answer = await self._call("reset-gpus", order, within + self._within)
         if answer["outcome"] == "refused":
             return self._read_refusal("reset-gpus", answer)
         return answers.check_output(self._node, "reset-gpus", answer, "output")
 
     async def reboot(
-        self, id: str, boot_id: str, reason: str, fleet: str = ""
+        self, id: str, boot_id: str, reason: str, fleet: str = "", by: str = ""
     ) -> Mapping[str, Any] | Refusal:
+        asked = {"by": by} if by else {}
         answer = await self._call(
             "reboot",
-            {"id": id, "boot_id": boot_id, "reason": reason, **_whose(fleet)},
+            {"id": id, "boot_id": boot_id, "reason": reason, **asked, **_whose(fleet)},
             2 * self._within,
         )
         if answer["outcome"] == "refused":

@@ -140,13 +140,15 @@ class SessionBackend(ABC):
         gpus: tuple[str, ...],
         within: float,
         fleet: str = "",
+        reason: str = "",
+        by: str = "",
     ) -> Mapping[str, Any] | Refusal:
-        return await self._session(node).reset_gpus(id, boot_id, gpus, within, fleet)
+        return await self._session(node).reset_gpus(id, boot_id, gpus, within, fleet, reason, by)
 
     async def reboot(
-        self, node: str, id: str, boot_id: str, reason: str, fleet: str = ""
+        self, node: str, id: str, boot_id: str, reason: str, fleet: str = "", by: str = ""
     ) -> Mapping[str, Any] | Refusal:
-        return await self._session(node).reboot(id, boot_id, reason, fleet)
+        return await self._session(node).reboot(id, boot_id, reason, fleet, by)
 
     async def close(self) -> None:
         sessions, self._sessions = self._sessions, {}

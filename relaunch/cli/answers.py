@@ -19,6 +19,7 @@ from temporalio.service import RPCError, RPCStatusCode
 from relaunch.cli.client import whoami
 from relaunch.cli.jobs import QUERY_TIMEOUT, handle_of, load_job
 from relaunch.cli.repairs import repair_id
+from relaunch.cli.sign import sign_message
 from relaunch.config import ConfigError
 from relaunch.job.state import JobState, Phase
 from relaunch.messages.jobs import AnswerMessage, explain
@@ -105,11 +106,12 @@ class UpdateResult:
 
 
 async def _update(client: Client, id_: str, message: AnswerMessage) -> UpdateResult:
+    signed = await sign_message(client, id_, "answer", message)
     try:
         return UpdateResult(
             text=str(
                 await client.get_workflow_handle(id_).execute_update(
-                    "answer", message, rpc_timeout=QUERY_TIMEOUT
+                    "answer", signed, rpc_timeout=QUERY_TIMEOUT
                 )
             )
         )

@@ -26,9 +26,11 @@ from temporalio.common import Priority, RetryPolicy, WorkflowIDConflictPolicy
 from temporalio.exceptions import TimeoutError as ActivityTimeout
 from temporalio.service import RPCError, RPCStatusCode
 
+from relaunch.access.orders import REFUSED
 from relaunch.cli.client import whoami
 from relaunch.cli.job_views import names
 from relaunch.cli.jobs import ACTIVITY_TIMEOUT, QUERY_TIMEOUT, list_jobs, load_job, signal_open
+from relaunch.cli.sign import sign_message
 from relaunch.cli.terminal import check_name
 from relaunch.config import ConfigError
 from relaunch.evidence.fields import text
@@ -272,7 +274,8 @@ async def quarantine(
         record = _find(state, node)
         return (
             record is not None
-            and (record.status, record.by) == (NodeStatus.QUARANTINED, text(who, MAX_BY_LENGTH))
+            and record.status is NodeStatus.QUARANTINED
+            and (state.access is not None or record.by == text(who, MAX_BY_LENGTH))
             and record.since != old.since
             and (record.drain is not None or not drain)
         )
@@ -347,8 +350,13 @@ async def declare_dead(
         )
     for fleet in keeping:
         message = {"node": node, "reason": reason, "by": whoami()}
-        await client.get_workflow_handle(f"{FLEET_ID_PREFIX}{fleet}").signal(
-            "declare_dead", message
+        await _send_signal(
+            client,
+            await _query(client, fleet),
+            "declare_dead",
+            message,
+            # Where there are no rules it cannot be refused.
+            lambda state: state.access is None or not _keeps(state, node),
         )
     everybody = (*told, *(f"fleet {fleet}" for fleet in keeping))
     if silent := [name for name, is_concerned in answers if is_concerned is None]:
@@ -373,14 +381,18 @@ async def _find_keeping_fleets(client: Client, node: str) -> tuple[str, ...]:
     ):
         fleet = execution.id.removeprefix(FLEET_ID_PREFIX)
         state = await _query(client, fleet)
-        kept = (
-            place.node
-            for record in state.claims
-            for place in (record.places if record.is_closed else record.inherited)
-        )
-        if node in kept:
+        if _keeps(state, node):
             found.append(fleet)
     return tuple(found)
+
+
+def _keeps(state: FleetState, node: str) -> bool:
+    """Return whether the fleet keeps a node for possible ranks of an ended submission."""
+    return node in (
+        place.node
+        for record in state.claims
+        for place in (record.places if record.is_closed else record.inherited)
+    )
 
 
 async def _check_silent(client: Client, task_queue: str, fleet: str, node: str) -> None:
@@ -451,9 +463,11 @@ async def apply(
 
     def is_shown(state: FleetState) -> bool:
         nodes = tuple(node.spec for node in state.nodes if not node.is_removed)
-        return (state.repairs, state.limits, sorted(nodes, key=lambda node: node.name)) == (
+        named = sorted(nodes, key=lambda node: node.name)
+        return (state.repairs, state.limits, state.access, named) == (
             file.repairs,
             file.limits,
+            file.access,
             sorted(file.nodes, key=lambda node: node.name),
         )
 
@@ -471,10 +485,22 @@ async def _send_signal(
     message: Mapping[str, Any],
     is_shown: Callable[[FleetState], bool],
 ) -> Answer:
-    await client.get_workflow_handle(f"{FLEET_ID_PREFIX}{before.name}").signal(
-        signal, dict(message)
+    handle = client.get_workflow_handle(f"{FLEET_ID_PREFIX}{before.name}")
+    await handle.signal(signal, await sign_message(client, handle.id, signal, message))
+
+    def find_refusal(state: FleetState) -> str:
+        new = (notice for notice in state.notices if notice not in before.notices)
+        texts = (notice.partition(REFUSED)[2] for notice in new if REFUSED in notice)
+        return next((text for text in texts if str(message.get("node", "")) in text), "")
+
+    now, done = await _wait_until(
+        client,
+        before.name,
+        lambda state: bool(find_refusal(state)) or is_shown(state),
+        EFFECT_TIMEOUT,
     )
-    now, done = await _wait_until(client, before.name, is_shown, EFFECT_TIMEOUT)
+    if refusal := find_refusal(now):
+        raise ConfigError(refusal)
     return Answer(
         now, done, tuple(notice for notice in now.notices if notice not in before.notices)
     )

@@ -5,6 +5,8 @@ Every refusal raises `ConfigError` with a one-sentence message and changes nothi
 
 from __future__ import annotations
 
+import asyncio
+import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,6 +41,11 @@ if TYPE_CHECKING:
 QUERY_TIMEOUT = timedelta(seconds=5)
 """Query timeout. A live worker answers in milliseconds, one that replays a long history in a second
 or two; without a worker there is never an answer."""
+OUTCOME_QUERY_TIMEOUT = timedelta(seconds=2)
+"""An order is sent without a worker, too: this long its sender waits for one."""
+OUTCOME_TIMEOUT_S = 5.0
+"""Seconds to wait for what becomes of an order: one activity, which computes for a millisecond."""
+OUTCOME_INTERVAL_S = 0.05
 ACTIVITY_TIMEOUT = timedelta(seconds=10)
 JOB_FAILED = "JobFailed"
 """Type of the failure with which the workflow of a failed job ends."""
@@ -311,8 +318,18 @@ async def cancel(client: Client, name: str, reason: str) -> None:
 async def signal_open(
     client: Client, name: str, signal: str, message: CancelMessage | RetryMessage | ReportMessage
 ) -> None:
+    """Send a running job an order.
+
+    Raises:
+        ConfigError: The job has ended, or its fleet's rules refuse the order.
+    """
+    from relaunch.cli.sign import sign_message
+
+    handle = handle_of(client, name)
+    seen = await _read_outcomes(client, name)
+    signed = await sign_message(client, handle.id, signal, message)
     try:
-        await handle_of(client, name).signal(signal, message)
+        await handle.signal(signal, signed)
     except RPCError as error:
         if error.status != RPCStatusCode.NOT_FOUND:
             raise
@@ -320,3 +337,34 @@ async def signal_open(
         raise ConfigError(
             f"job {name} has ended ({now.phase}): {signal} needs a running job"
         ) from None
+    if seen is not None:
+        known = max((one["number"] for one in seen), default=0)
+        await _await_outcome(client, name, signal, message.by, known)
+
+
+async def _read_outcomes(client: Client, name: str) -> list[dict[str, Any]] | None:
+    """Return what became of the newest orders; None: no worker answers, or one of an older build
+    does."""
+    try:
+        found: list[dict[str, Any]] = await handle_of(client, name).query(
+            "orders", result_type=list[dict[str, Any]], rpc_timeout=OUTCOME_QUERY_TIMEOUT
+        )
+    except (WorkflowQueryFailedError, WorkflowQueryRejectedError, RPCError):
+        return None
+    return found
+
+
+async def _await_outcome(client: Client, name: str, signal: str, by: str, known: int) -> None:
+    """Wait until an order is taken.
+
+    Raises:
+        ConfigError: It was refused.
+    """
+    deadline = time.monotonic() + OUTCOME_TIMEOUT_S
+    while time.monotonic() < deadline:
+        for one in await _read_outcomes(client, name) or ():
+            if one["number"] > known and (one["name"], one["by"]) == (signal, by):
+                if one["refusal"]:
+                    raise ConfigError(one["refusal"])
+                return
+        await asyncio.sleep(OUTCOME_INTERVAL_S)

@@ -137,6 +137,7 @@ async def change(client: Client, name: str, changes: Changes, reason: str) -> li
 
     from relaunch.cli.client import whoami
     from relaunch.cli.jobs import handle_of, load_job
+    from relaunch.cli.sign import sign_message
     from relaunch.messages.jobs import PolicyMessage, overlay
 
     now = await load_job(client, name)
@@ -161,9 +162,11 @@ async def change(client: Client, name: str, changes: Changes, reason: str) -> li
         f"job {name}: no answer within {CHANGE_TIMEOUT:g} s; check `relaunch show {name}` before "
         "you repeat the command"
     )
+    handle = handle_of(client, name)
+    signed = await sign_message(client, handle.id, "change_policy", message)
     try:
         said: str = await asyncio.wait_for(
-            handle_of(client, name).execute_update("change_policy", message, result_type=str),
+            handle.execute_update("change_policy", signed, result_type=str),
             CHANGE_TIMEOUT,
         )
     except WorkflowUpdateFailedError as error:

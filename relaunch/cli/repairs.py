@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -16,6 +17,7 @@ from temporalio.exceptions import WorkflowAlreadyStartedError
 
 from relaunch.cli.client import TASK_TIMEOUT, whoami
 from relaunch.cli.job_views import age
+from relaunch.cli.sign import sign_start
 from relaunch.cli.terminal import check_name, make_console
 from relaunch.config import ConfigError
 from relaunch.messages.ids import REPAIR_ID_PREFIX
@@ -168,10 +170,11 @@ async def repair(
         level=level,
         power=power,
     )
+    proof = await sign_start(client, id_, "NodeRepair", order.describe_repair())
     try:
         handle = await client.start_workflow(
             "NodeRepair",
-            order,
+            replace(order, proof=proof),
             id=id_,
             task_queue=task_queue,
             result_type=NodeRepairResult,

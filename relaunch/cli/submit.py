@@ -3,6 +3,7 @@ ranks."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from temporalio.exceptions import WorkflowAlreadyStartedError
 from temporalio.service import RPCError, RPCStatusCode
 
 from relaunch.cli.client import GENERATION, PHASE, TASK_TIMEOUT, WORKFLOW, whoami
+from relaunch.cli.sign import sign_start
 from relaunch.cli.terminal import check_name
 from relaunch.config import ConfigError
 from relaunch.job.state import JobState
@@ -63,11 +65,13 @@ async def submit(
         avoid_nodes=avoid,
         hides_causes=hides_causes,
     )
+    id_ = f"{WORKFLOW_ID_PREFIX}{spec.name}"
+    proof = await sign_start(client, id_, WORKFLOW, argument.describe_submission())
     try:
         return await client.start_workflow(
             WORKFLOW,
-            argument,
-            id=f"{WORKFLOW_ID_PREFIX}{spec.name}",
+            replace(argument, proof=proof),
+            id=id_,
             task_queue=task_queue,
             task_timeout=TASK_TIMEOUT,
             id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE,

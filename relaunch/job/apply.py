@@ -25,7 +25,6 @@ from relaunch.job.diagnose import Fault, blame_lost_nodes
 from relaunch.job.drain import check_drain_answer, find_drain
 from relaunch.job.events import (
     Answered,
-    CancelRequested,
     DeadlinePassed,
     DrainCancelled,
     DrainRequested,
@@ -54,6 +53,7 @@ from relaunch.job.events import (
     RepairEnded,
     StepReached,
     SubmissionRaised,
+    SubmitterChecked,
     WorkflowReset,
 )
 from relaunch.job.fencing import may_leave_lost_behind
@@ -279,10 +279,10 @@ def _apply_event(
                 replace(job, submission=raised, slots=(), fewer=""),
                 f"the workflow was reset: ranks are launched again as submission {raised}",
             )
+        case SubmitterChecked():
+            return replace(job, submitted_by=event.by)
         case MessageRejected():
             return _notice(job, f"{event.name} {event.what}: {event.reason}")
-        case CancelRequested():
-            return job
         case _:
             return job
 

@@ -63,6 +63,7 @@ from relaunch.job.events import (
     StepReached,
     SubmissionRaised,
     Submitted,
+    SubmitterChecked,
     WorkflowReset,
 )
 from relaunch.job.fencing import fences, may_leave_lost_behind
@@ -231,6 +232,7 @@ def decide(job: JobState, event: Event, diagnosis: Diagnosis | None, now: dateti
             | IncidentsArchived()
             | MessageRejected()
             | SubmissionRaised()
+            | SubmitterChecked()
         ):
             return Ignore(f"{event.kind} asks for nothing")
         case _:

@@ -428,6 +428,15 @@ class SubmissionRaised:
 
 
 @dataclass(frozen=True, slots=True)
+class SubmitterChecked:
+    """The fleet has checked who submitted the job; only fleets with `access` do."""
+
+    by: str
+    """For people: `alice` if that is proven, else `alice@laptop (claimed)`."""
+    kind: Literal["SubmitterChecked"] = "SubmitterChecked"
+
+
+@dataclass(frozen=True, slots=True)
 class WorkflowReset:
     """The job's workflow was reset to an earlier event: what it knows of nodes may be out of date.
 
@@ -448,6 +457,9 @@ class MessageRejected:
     what: Literal["was not understood", "was refused"] = "was not understood"
     kind: Literal["MessageRejected"] = "MessageRejected"
 
+
+PersonEvent = CancelRequested | RetryRequested | Answered | NodeDeclaredDead | PolicyChanged
+"""What a person orders."""
 
 Event = Annotated[
     Submitted
@@ -485,6 +497,7 @@ Event = Annotated[
     | PolicyChanged
     | IncidentsArchived
     | SubmissionRaised
+    | SubmitterChecked
     | WorkflowReset
     | MessageRejected,
     Field(discriminator="kind"),

@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import PlainSerializer, TypeAdapter
 from pydantic.dataclasses import dataclass
 
+from relaunch.access.orders import Proof
 from relaunch.fields import Duration, Reason, StrictModel, parse_name
 from relaunch.messages.bounds import MAX_REASON, MAX_TEXT, MessageError, bound_message
 from relaunch.messages.jobs import explain
@@ -127,6 +128,7 @@ class QuarantineMessage(StrictModel):
     by: str = ""
     drain: bool = False
     within: Duration | None = None
+    proof: Proof | None = None
 
 
 class ReleaseMessage(StrictModel):
@@ -135,6 +137,7 @@ class ReleaseMessage(StrictModel):
     node: str = ""
     reason: Reason = ""
     by: str = ""
+    proof: Proof | None = None
 
 
 class ReasonMessage(StrictModel):
@@ -142,11 +145,13 @@ class ReasonMessage(StrictModel):
 
     reason: Reason = ""
     by: str = ""
+    proof: Proof | None = None
 
 
 class ApplyMessage(StrictModel):
     reason: str = ""
     by: str = ""
+    proof: Proof | None = None
 
 
 def claim_fact(raw: Any) -> FleetEvent:

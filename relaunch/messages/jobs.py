@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import reprlib
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -10,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
+from relaunch.access.orders import Proof, SignedText, UsedProof
 from relaunch.evidence.catalog.overrides import NO_OVERRIDES, CatalogOverrides
 from relaunch.evidence.findings import Verdict
 from relaunch.fields import Duration, Name, Reason, StrictModel
@@ -77,6 +80,8 @@ class ClaimsCarried:
     """The claim `seq`, if the fleet has not answered it with a grant."""
     grants: tuple[Grant, ...] = ()
     """Answers that were not taken yet."""
+    signed: SignedText | None = None
+    """The submission as its caller has signed it, if they have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +118,14 @@ class CarriedAction:
 
 
 @dataclass(frozen=True, slots=True)
+class OrdersCarried:
+    """What is known of the orders of people."""
+
+    used: tuple[UsedProof, ...] = ()
+    """Signatures that must not be accepted again."""
+
+
+@dataclass(frozen=True, slots=True)
 class CarriedState:
     """What a run passes to the run that continues it, in addition to the state."""
 
@@ -128,6 +141,7 @@ class CarriedState:
     """The key of the last notice sent to people."""
     claims: ClaimsCarried = ClaimsCarried()
     action: CarriedAction | None = None
+    orders: OrdersCarried = OrdersCarried()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +160,29 @@ class TrainingJobInput:
     carried: CarriedState = CarriedState()
     hides_causes: bool = False
     """Whether search attributes show no cause, strategy and nodes."""
+    proof: Proof | None = None
+    """Of `describe_submission`."""
+
+    def describe_submission(self) -> dict[str, object]:
+        """Return what is signed of a submission: the job in full, by a digest.
+
+        Fields with defaults are left out, so that builds which know different fields agree on jobs
+        that do not use them.
+        """
+        content = {
+            "spec": self.spec.model_dump(mode="json", exclude_defaults=True),
+            "policy": self.policy.model_dump(mode="json", exclude_defaults=True),
+        }
+        return {
+            "name": self.spec.name,
+            "fleet": self.spec.fleet,
+            "reason": self.reason,
+            "renew_budgets": self.renew_budgets,
+            "avoid_nodes": list(self.avoid_nodes),
+            "sha256": hashlib.sha256(
+                json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+            ).hexdigest(),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +223,21 @@ class NodeRepairInput:
     reboot was not possible."""
     after_reboot: bool = False
     """Without a strategy: the node has been silent since a reboot that was ordered."""
+    proof: Proof | None = None
+    """Of `describe_repair`; only a person's order has one."""
+
+    def describe_repair(self) -> dict[str, object]:
+        """Return what is signed of a person's order."""
+        return {
+            "fleet": self.fleet,
+            "node": self.node,
+            "strategy": self.strategy,
+            "power": self.power,
+            "gpus": list(self.gpus),
+            "level": self.level,
+            "reason": self.reason,
+            "after_reboot": self.after_reboot,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +259,7 @@ class AnswerMessage(StrictModel):
     """For a snooze: how long until the question is asked again."""
     node: Literal[""] | Name = ""
     """The node, if this answers a request to leave it and not the job's own question."""
+    proof: Proof | None = None
 
 
 class RepairAsksMessage(StrictModel):
@@ -218,6 +271,7 @@ class RepairAsksMessage(StrictModel):
 class CancelMessage(StrictModel):
     reason: str = ""
     by: str = ""
+    proof: Proof | None = None
 
 
 class RetryMessage(StrictModel):
@@ -225,6 +279,7 @@ class RetryMessage(StrictModel):
     by: str = ""
     avoid_nodes: tuple[Name, ...] = ()
     renew_budgets: bool = False
+    proof: Proof | None = None
 
 
 class ReportMessage(StrictModel):
@@ -234,6 +289,7 @@ class ReportMessage(StrictModel):
     """Accept the report even if the job still hears from the node."""
     reason: Reason = ""
     by: str = ""
+    proof: Proof | None = None
 
 
 class HintMessage(StrictModel):
@@ -252,6 +308,7 @@ class PolicyMessage(StrictModel):
     """Keys as in a policy file, laid over the policy the job has."""
     reason: Reason = ""
     by: str = ""
+    proof: Proof | None = None
 
 
 def cancel_event(raw: Any) -> Event:
@@ -264,7 +321,7 @@ def retry_event(raw: Any) -> Event:
     return RetryRequested(message.reason, message.by, message.avoid_nodes, message.renew_budgets)
 
 
-def answer_event(message: AnswerMessage, now: datetime) -> Event:
+def answer_event(message: AnswerMessage, now: datetime) -> Answered:
     assert message.decision, "it is checked before it is taken"
     until = now + message.within if message.decision == "snooze" else None
     return Answered(message.decision, message.reason, message.by, until, message.node)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 
+from relaunch.access.orders import REPAIR_PROOF_LIFETIME, UsedProof
 from relaunch.evidence.fields import text
 from relaunch.pool.drains import drain_shared_node, find_sharers, why_in_use
 from relaunch.pool.events import (
@@ -94,6 +95,14 @@ def _answer(state: FleetState, request: PermitRequest, now: datetime) -> FleetSt
     record = find_node(state, request.node)
     if record is None:
         return _give_answer(state, request, False, f"{request.node} is not in fleet {state.name}")
+    if request.nonce and state.access is not None:
+        used = tuple(one for one in state.used_proofs if one.until > now)
+        if any(one.nonce == request.nonce and one.run != request.run for one in used):
+            said = "the signature of this order was used for another repair; order it again"
+            return _give_answer(state, request, False, said)
+        if not any(one.nonce == request.nonce for one in used):
+            new = UsedProof(request.nonce, now + REPAIR_PROOF_LIFETIME, request.run)
+            state = replace(state, used_proofs=(*used, new))
     if not may_repair(state):
         return state
     if (request.power or request.job) and is_awaiting(state, now):

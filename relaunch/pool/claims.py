@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 
+from relaunch.access.orders import PersonOrder, check_order
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.fields import text
 from relaunch.generation import LaunchedGeneration
@@ -74,7 +75,7 @@ def record_claim(state: FleetState, claim: Claim, now: datetime) -> FleetState:
         state = replace(
             state, awaited_jobs=tuple(job for job in state.awaited_jobs if job != claim.job)
         )
-    record = _make_record(claim, known, now)
+    record = _check_submitter(state, _make_record(claim, known, now), known)
     if known is not None and known.old_logins:
         older = {place.node for place in (*record.inherited, *claim.holds)}
         record = replace(
@@ -93,6 +94,30 @@ def record_claim(state: FleetState, claim: Claim, now: datetime) -> FleetState:
     if claim.nodes <= 0 and not record.places:
         return remove_claim(state, record, now)
     return _put_claim(state, record)
+
+
+def _check_submitter(
+    state: FleetState, record: ClaimRecord, known: ClaimRecord | None
+) -> ClaimRecord:
+    """Note whether the submitter of a job may submit to this fleet.
+
+    A job that has been launched is not checked again: rules that have changed since must not end
+    it with its next fault.
+    """
+    claim = record.claim
+    record = replace(record, claim=replace(claim, submitted_by="", signed=None))
+    if state.access is None or claim.nodes <= 0 or claim.running or claim.keep:
+        return record
+    if known is not None and known.key == record.key and known.submitter and not known.refusal:
+        return replace(record, submitter=known.submitter)
+    # A submission is numbered by the milliseconds at which the server has started its workflow.
+    # The same one may be claimed for hours, so its signature is not noted as used.
+    started = datetime.fromtimestamp(claim.submission / 1000, UTC)
+    order = PersonOrder(
+        "submit", f"submit job {claim.job} to fleet {state.name}", claim.submitted_by, claim.signed
+    )
+    verdict = check_order(state.access, state.name, order, started)
+    return replace(record, submitter=verdict.by, refusal=verdict.refusal)
 
 
 def record_faults(state: FleetState, report: FaultReport, now: datetime) -> FleetState:

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from relaunch.access.orders import SignedText
 from relaunch.evidence.findings import Verdict
 from relaunch.pool.messages import (
     Claim,
@@ -24,6 +25,7 @@ from relaunch.pool.messages import (
     PermitRequest,
 )
 from relaunch.pool.state import Breaker, ClaimRecord, FleetState, NodeProbe, NodeRecord
+from relaunch.spec.access import Access
 from relaunch.spec.fleet import FleetLimits, FleetNode
 from relaunch.spec.policy import Strategy
 
@@ -36,6 +38,8 @@ class FleetFileContent:
     nodes: tuple[FleetNode, ...]
     limits: FleetLimits
     kind: Literal["FleetFileContent"] = "FleetFileContent"
+    access: Access | None = None
+    """Who may do what; None: everyone may do everything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +149,7 @@ class QuarantineCommand:
     """Also drain the node: its job leaves at its next launch, at the latest after this time. None:
     the job may stay."""
     kind: Literal["QuarantineCommand"] = "QuarantineCommand"
+    signed: SignedText | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +160,7 @@ class ReleaseCommand:
     reason: str
     by: str
     kind: Literal["ReleaseCommand"] = "ReleaseCommand"
+    signed: SignedText | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +171,7 @@ class DeathDeclaration:
     reason: str
     by: str
     kind: Literal["DeathDeclaration"] = "DeathDeclaration"
+    signed: SignedText | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +179,7 @@ class PauseCommand:
     reason: str
     by: str
     kind: Literal["PauseCommand"] = "PauseCommand"
+    signed: SignedText | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +190,7 @@ class ResumeCommand:
     reason: str
     by: str
     kind: Literal["ResumeCommand"] = "ResumeCommand"
+    signed: SignedText | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +201,9 @@ class MalformedMessage:
     reason: str
     kind: Literal["MalformedMessage"] = "MalformedMessage"
 
+
+PersonCommand = QuarantineCommand | ReleaseCommand | DeathDeclaration | PauseCommand | ResumeCommand
+"""What a person orders of a fleet; `signed` is what may prove who that is."""
 
 FleetEvent = Annotated[
     FleetFileContent

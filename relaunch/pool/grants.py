@@ -146,6 +146,10 @@ class Allocation:
     def _serve(self, record: ClaimRecord, *, is_alone: bool) -> None:
         """Answer one claim, or record why it waits."""
         claim, placement = record.claim, self.placement
+        if record.refusal:
+            answer = Grant(claim.submission, claim.seq, "hopeless", reason=record.refusal)
+            self._answer(record, answer)
+            return
         shape = placement.shape_of(claim)
         kept = placement.keep_nodes(record)
         has_earlier_ranks = bool(placement.find_earlier_ranks(record))
@@ -232,6 +236,7 @@ class Allocation:
         )
 
     def _answer(self, record: ClaimRecord, grant: Grant) -> None:
+        grant = replace(grant, submitter=record.submitter)
         self._record_answer(record, grant)
         self.messages.append(GrantMessage(record.claim.job, grant))
         if grant.kind == "granted" and record.claim.running:

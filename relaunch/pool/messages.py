@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
+from relaunch.access.orders import SignedText
 from relaunch.evidence.causes import Cause
 from relaunch.generation import LaunchedGeneration
 from relaunch.spec.policy import Strategy
@@ -89,6 +90,10 @@ class Claim:
     """The launches whose ranks may live, with the timeouts after which they fence themselves. An
     entry without nodes: what the job will launch on the nodes granted to this claim. A later
     submission judges silent nodes by it."""
+    submitted_by: str = ""
+    """Who submitted the job, as they said. Only in claims of a job that was never launched."""
+    signed: SignedText | None = None
+    """The submission as its caller has signed it, if they have. The fleet does not keep it."""
 
     @property
     def max_nodes(self) -> int:
@@ -147,6 +152,9 @@ class Grant:
     above: int = 0
     """If behind: the highest submission of this job that the fleet knows; its own if the workflow
     was reset to before a later claim."""
+    submitter: str = ""
+    """Who submitted the job, as far as that is proven; empty where the fleet file has no
+    `access`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +195,8 @@ class PermitRequest:
     job: str = ""
     """The job that ordered the repair, waits for it and counts its ranks there as gone; empty if
     none."""
+    nonce: str = ""
+    """Of the signature with which a person has ordered the repair; empty if there was none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,12 @@ def apply_fleet_file(state: FleetState, fact: FleetFileContent, now: datetime) -
         state = add_notice(state, notice, now)
     logins = {node.name: node.spec.login for node in state.nodes}
     state = replace(
-        state, repairs=fact.repairs, limits=fact.limits, nodes=tuple(nodes), is_file_read=True
+        state,
+        repairs=fact.repairs,
+        limits=fact.limits,
+        nodes=tuple(nodes),
+        is_file_read=True,
+        access=fact.access,
     )
     return record_moves(state, logins)
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import assert_never
 
+from relaunch.access.orders import REFUSED, PersonOrder, check_order
 from relaunch.pool import breaker, claims, nodes, restore
 from relaunch.pool.drains import request_drains
 from relaunch.pool.events import (
@@ -28,6 +29,7 @@ from relaunch.pool.events import (
     Order,
     PauseCommand,
     PermitRequestEvent,
+    PersonCommand,
     PreviousRun,
     ProbeOrder,
     ProbeResults,
@@ -62,6 +64,7 @@ from relaunch.pool.state import (
     NodeStatus,
     RecentReclaim,
 )
+from relaunch.spec.access import Permission
 from relaunch.text import join_names
 
 CLAIMS_TIMEOUT = timedelta(seconds=30)
@@ -80,6 +83,8 @@ PROBE, WATCH = "probe", "watch"
 
 def apply_event(state: FleetState, event: FleetEvent, now: datetime) -> FleetState:
     """Apply one event. Applying it again changes nothing."""
+    if isinstance(event, PersonCommand):
+        return _apply_command(state, event, now)
     match event:
         case FleetFileContent():
             return restore.start_restore_timeout(nodes.apply_fleet_file(state, event, now), now)
@@ -104,20 +109,48 @@ def apply_event(state: FleetState, event: FleetEvent, now: datetime) -> FleetSta
             return breaker.record_permit_request(state, event, now)
         case RepairResult():
             return nodes.record_repair_result(state, event, now)
-        case QuarantineCommand():
-            return nodes.quarantine_node(state, event, now)
-        case ReleaseCommand():
-            return nodes.release_node(state, event, now)
-        case DeathDeclaration():
-            return nodes.declare_dead(state, event, now)
-        case PauseCommand():
-            return breaker.pause_repairs(state, event, now)
-        case ResumeCommand():
-            return breaker.resume_repairs(state, event, now)
         case MalformedMessage():
             return nodes.add_notice(state, f"{event.name}: {event.reason}", now)
         case _:
             assert_never(event)
+
+
+def _apply_command(state: FleetState, command: PersonCommand, now: datetime) -> FleetState:
+    """Apply what a person orders, or note that they may not."""
+    permission, what = _describe_command(command)
+    order = PersonOrder(permission, what, command.by, command.signed)
+    verdict = check_order(state.access, state.name, order, now, state.used_proofs)
+    if verdict.used != state.used_proofs:
+        state = replace(state, used_proofs=verdict.used)
+    if verdict.refusal:
+        return nodes.add_notice(state, f"{REFUSED}{verdict.refusal}", now)
+    command = replace(command, by=verdict.by)
+    match command:
+        case QuarantineCommand():
+            return nodes.quarantine_node(state, command, now)
+        case ReleaseCommand():
+            return nodes.release_node(state, command, now)
+        case DeathDeclaration():
+            return nodes.declare_dead(state, command, now)
+        case PauseCommand():
+            return breaker.pause_repairs(state, command, now)
+        case ResumeCommand():
+            return breaker.resume_repairs(state, command, now)
+
+
+def _describe_command(command: PersonCommand) -> tuple[Permission, str]:
+    """Return which permission a command takes, and what it does, as it follows `may not`."""
+    match command:
+        case QuarantineCommand():
+            return "drain", f"{'drain' if command.drain_within else 'quarantine'} {command.node}"
+        case ReleaseCommand():
+            return "drain", f"release {command.node}"
+        case DeathDeclaration():
+            return "declare-dead", f"declare {command.node} dead"
+        case PauseCommand():
+            return "pause", "pause repairs"
+        case ResumeCommand():
+            return "pause", "resume repairs"
 
 
 def schedule(state: FleetState, now: datetime, under_way: frozenset[str]) -> ScheduleResult:

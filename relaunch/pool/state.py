@@ -7,6 +7,7 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Literal
 
+from relaunch.access.orders import UsedProof
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Verdict
 from relaunch.generation import LaunchedGeneration
@@ -21,6 +22,7 @@ from relaunch.pool.messages import (
     PermitRequest,
     Place,
 )
+from relaunch.spec.access import Access
 from relaunch.spec.fleet import FleetLimits, FleetNode
 
 # --- nodes
@@ -219,6 +221,10 @@ class ClaimRecord:
     """Nodes of `places` that now have another address or user in the fleet file than when ranks may
     have been started there, with the earlier login of each. What answers now proves nothing about
     those ranks."""
+    submitter: str = ""
+    """Who submitted the job, as far as that is proven; empty where the fleet has no `access`."""
+    refusal: str = ""
+    """Why its submitter may not submit to this fleet; empty if they may."""
 
     @property
     def key(self) -> tuple[str, int]:
@@ -394,3 +400,7 @@ class FleetState:
     """How many nodes were out when a person closed the breaker: one more opens it again."""
     offers: tuple[OfferRecord, ...] = ()
     """The last offer to each job."""
+    access: Access | None = None
+    """Who may do what, by the fleet file; None: everyone may do everything."""
+    used_proofs: tuple[UsedProof, ...] = ()
+    """Signatures of orders that were accepted a short time ago."""

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from relaunch.evidence.causes import Cause
 from relaunch.fields import Duration, Name, StrictModel
+from relaunch.spec.access import Access
 from relaunch.spec.job import EcsTask, SecretReference
 
 
@@ -394,6 +395,8 @@ class FleetSpec(StrictModel):
     """Whom to notify, and how."""
     heartbeat: DeadManSwitch | None = None
     """The dead man's switch that notices when nothing watches this fleet any more."""
+    access: Access | None = None
+    """Who may do what; without it everyone who reaches the server may do everything."""
     ssh: SshOptions = SshOptions()
     """For `backend: ssh`."""
     ecs: EcsOptions = EcsOptions()

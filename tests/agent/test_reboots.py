@@ -41,7 +41,7 @@ def count_reboots(programs: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[
 def test_a_reboot_kills_processes_and_changes_the_boot_id_only(node: Node, programs: Path) -> None:
     before = read_boot_id(node.state)
     session = node.session().pid
-    answer = expect_done(node.order("reboot", **node.make_reboot_order()))
+    answer = expect_done(node.order("reboot", **node.make_reboot_order(), by="ada (claimed)"))
     assert answer["boot_id"] == before
     wait_for(lambda: read_boot_id(node.state) != before)
     wait_for(lambda: not is_alive(session))
@@ -56,6 +56,7 @@ def test_a_reboot_kills_processes_and_changes_the_boot_id_only(node: Node, progr
         "Xid 79 on GPU 0000:05:00",
         before,
     )
+    assert entry["by"] == "ada (claimed)"
     assert abs(entry["at"] - time.time()) < 60
     assert expect_done(node.prepare(1)), "the new boot takes launches"
     refused = node.order("reboot", **node.make_reboot_order(boot_id=before))
@@ -68,7 +69,8 @@ def test_a_reboot_killed_before_its_command_is_done_by_a_repeat(node: Node, prog
     node.set_failpoint("reboot.recorded")
     assert node.order("reboot", **node.make_reboot_order()) is None
     assert read_boot_id(node.state) == before
-    assert [entry["id"] for entry in reboots.list_newest(node.state)] == ["r1"]
+    [entry] = reboots.list_newest(node.state)
+    assert entry["id"] == "r1" and "by" not in entry, "an order of an older controller"
     refused = node.prepare(1)
     assert refused is not None
     assert (refused["why"], refused["id"]) == ("rebooting", "r1")

@@ -36,6 +36,7 @@ from temporalio.worker import (
 )
 from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner, SandboxRestrictions
 
+from relaunch.activities.access import AccessActivities
 from relaunch.activities.examine import NodeActivities
 from relaunch.activities.fleet import FleetActivities, TellFleetInput
 from relaunch.activities.launch import JobActivities
@@ -369,6 +370,20 @@ class Rig:
         self.jobs.append(Job(handle, self.client))
         return self.jobs[-1]
 
+    def adopt(self, handle: WorkflowHandle[Any, Any]) -> Job:
+        """A job that a test has started by itself."""
+        self.jobs.append(
+            Job(
+                self.client.get_workflow_handle(
+                    handle.id,
+                    first_execution_run_id=handle.first_execution_run_id,
+                    result_type=JobResult,
+                ),
+                self.client,
+            )
+        )
+        return self.jobs[-1]
+
     def launches(self) -> dict[int, list[str]]:
         """Which nodes obeyed a first start, by generation."""
         found: dict[int, list[str]] = {}
@@ -406,6 +421,7 @@ def activities(
         nodes.read_terms,
         nodes.order_repair,
         RepairActivities(client).follow_repair,
+        AccessActivities(fleets).check_order,
         LinkActivities(fleets).check_links,
         of_fleet.read_fleet,
         of_fleet.probe_nodes,
@@ -465,8 +481,10 @@ async def rig(
     limits: dict[str, Any] | None = None,
     notify: list[dict[str, Any]] | None = None,
     is_patched: bool = False,
+    access: dict[str, Any] | None = None,
 ) -> AsyncIterator[Rig]:
-    spec = fleet(nodes, spares, gpus, repairs, name, limits=limits or {}, notify=notify or [])
+    more = {"limits": limits or {}, "notify": notify or [], "access": access}
+    spec = fleet(nodes, spares, gpus, repairs, name, **more)
     backend = SimulatedBackend(spec, script, clock)
     fleets = SimulatedFleets(spec, backend)
     made = Rig(client, backend, fleets, f"q-{uuid.uuid4().hex[:8]}", archive)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any, cast
 
@@ -49,6 +50,7 @@ with workflow.unsafe.imports_passed_through():
         OfferMessage,
         Order,
         PermitMessage,
+        PersonCommand,
         ProbeOrder,
         ProbeResults,
         ReclaimOrder,
@@ -68,6 +70,7 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.workflows.fleet.details import fleet_details
     from relaunch.workflows.fleet.notices import list_notices, resolve_notice
     from relaunch.workflows.notifier.tell import tell_people
+    from relaunch.workflows.updates import read_signed_message
 
 CHECK_WHILE_WAITED_FOR = timedelta(seconds=10)
 """How often the fleet file is read, and the server is asked which jobs have ended without giving
@@ -93,6 +96,8 @@ class Fleet:
     @workflow.init
     def __init__(self, start: FleetInput) -> None:
         self._name = start.name
+        if workflow.info().continued_run_id is None:
+            start = FleetInput(start.name)  # a person who starts one by hand brings no rules along
         self._state = start.resume or FleetState(name=start.name)
         self._scheduler = Scheduler()
         self._inbox: list[FleetEvent] = list(start.inbox)
@@ -515,33 +520,40 @@ class Fleet:
         '{"node": "n2", "reason", "by", "drain": false, "within": "30m"}.'
     )
     def quarantine(self, message: Any = None, *_more: Any) -> None:
-        self._inbox.append(read("quarantine", message, quarantine_fact))
+        self._take_command("quarantine", message, quarantine_fact)
 
     @workflow.signal(
         description="Take a node into service again; you vouch for it: "
         '{"node": "n2", "reason", "by"}.'
     )
     def release(self, message: Any = None, *_more: Any) -> None:
-        self._inbox.append(read("release", message, release_fact))
+        self._take_command("release", message, release_fact)
 
     @workflow.signal(
         description="Vouch that no process of an ended job runs on a node: "
         '{"node": "n2", "reason", "by"}.'
     )
     def declare_dead(self, message: Any = None, *_more: Any) -> None:
-        self._inbox.append(read("declare_dead", message, dead_fact))
+        self._take_command("declare_dead", message, dead_fact)
 
     @workflow.signal(
         description='Stop all repairs, until `resume`: {"reason", "by"}, all optional.'
     )
     def pause(self, message: Any = None, *_more: Any) -> None:
-        self._inbox.append(read("pause", message, pause_fact))
+        self._take_command("pause", message, pause_fact)
 
     @workflow.signal(
         description='End a pause and close the breaker: {"reason", "by"}, all optional.'
     )
     def resume(self, message: Any = None, *_more: Any) -> None:
-        self._inbox.append(read("resume", message, resume_fact))
+        self._take_command("resume", message, resume_fact)
+
+    def _take_command(self, name: str, message: Any, parse: Callable[[Any], FleetEvent]) -> None:
+        """Take what a person orders, with the text that their signature has to be of."""
+        fact = read(name, message, parse)
+        if isinstance(fact, PersonCommand):
+            fact = replace(fact, signed=read_signed_message(name, message))
+        self._inbox.append(fact)
 
     @workflow.signal(description='Read the fleet file again now: {"reason", "by"}, all optional.')
     def apply(self, message: Any = None, *_more: Any) -> None:

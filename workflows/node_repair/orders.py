@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from datetime import datetime, timedelta
 
 from temporalio import workflow
@@ -57,7 +58,10 @@ async def read_terms(repair: NodeRepairInput) -> NodeTerms:
 
 
 async def send_order(
-    repair: NodeRepairInput, id: str, decision: ProbeNode | RunDiag | Order
+    repair: NodeRepairInput,
+    id: str,
+    decision: ProbeNode | RunDiag | Order,
+    approved_by: str = "",
 ) -> RepairEvent:
     """Have a worker carry out the decision on the node, and return what came of it.
 
@@ -67,6 +71,10 @@ async def send_order(
     """
     order, summary = _write_order(repair, id, decision)
     acts = isinstance(decision, ORDERS)
+    if acts:
+        approval = approved_by if approved_by != repair.by else ""
+        by = f"{repair.by}, approved by {approval}" if approval else repair.by
+        order = replace(order, reason=order.reason or decision.reason, by=by)
     try:
         return await workflow.execute_activity_method(
             NodeActivities.order_repair,

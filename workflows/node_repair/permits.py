@@ -60,6 +60,10 @@ class Permits:
         self.waiting_for = ""
         """What the repair waits for, as a clause; empty if for nothing."""
 
+    def replace_order(self, repair: NodeRepairInput) -> None:
+        """Name the caller as far as that is proven, from now on."""
+        self._repair = repair
+
     async def report_begin(self) -> None:
         repair, info = self._repair, workflow.info()
         began = RepairStart(repair.node, info.workflow_id, info.run_id, repair.by, repair.reason)
@@ -178,6 +182,7 @@ class Permits:
             power=power,
             restarts=reboots,
             job=repair.job,
+            nonce=repair.proof.nonce[:64] if repair.proof is not None else "",
         )
         self.waiting_for = f"{waiting_for}, until {until:%Y-%m-%d %H:%M:%S} UTC"
         on_wait()

@@ -22,6 +22,14 @@ from temporalio import workflow
 from temporalio.exceptions import ApplicationError
 
 with workflow.unsafe.imports_passed_through():
+    from relaunch.access.orders import (
+        REPAIR_PROOF_LIFETIME,
+        OrderVerdict,
+        PersonOrder,
+        UsedProof,
+        check_order,
+        read_signed,
+    )
     from relaunch.activities.examine import DIAGNOSE_TIMEOUTS, NodeTerms
     from relaunch.evidence.catalog import catalog
     from relaunch.evidence.findings import Verdict
@@ -73,7 +81,7 @@ with workflow.unsafe.imports_passed_through():
         escalation_details,
         repair_details,
     )
-    from relaunch.workflows.updates import await_next_task, reject
+    from relaunch.workflows.updates import await_next_task, read_signed_message, reject
 
 STRATEGY_TIMEOUT = timedelta(minutes=45)
 """For a strategy that an examination calls for, with the examination that proves it: a reboot takes
@@ -81,6 +89,12 @@ up to 25 minutes, DCGM 15."""
 MAX_TIMER_SUMMARY = 200
 TELL_TIMEOUT = timedelta(seconds=10)
 """How long a repair that has ended waits for its notices to be posted. A job may wait for it."""
+
+MAX_ORDERED_REPAIR = REPAIR_PROOF_LIFETIME / 2
+"""How long a repair may take that a person orders where `access` is set; the command line gives it
+40 minutes."""
+ORDER = "NodeRepair"
+"""What a person signs who orders a repair: the name of the workflow."""
 
 Result = TypeVar("Result")
 
@@ -101,11 +115,21 @@ class NodeRepair:
         self._decision: RepairDecision | EscalationDecision | None = None
         self._telling: asyncio.Task[None] | None = None
         """The last notice to people, on its way."""
+        self._used_proofs: tuple[UsedProof, ...] = ()
 
     @workflow.run
     async def run(self, start: NodeRepairInput) -> NodeRepairResult:
         workflow.upsert_search_attributes([NODES.value_set([start.node])])
         self._terms = await self._run_to_end(read_terms(start))
+        if workflow.info().parent is None and self._terms.access is not None:
+            verdict = self._check_caller(start)
+            if verdict.refusal:
+                return await self._refuse(verdict)
+            # Within the time for which the fleet knows that the signature was used.
+            deadline = min(start.deadline, workflow.now() + MAX_ORDERED_REPAIR)
+            start = replace(start, by=verdict.by, approved_by=verdict.by, deadline=deadline)
+            self._input = start
+            self._permits.replace_order(start)
         if obstacle := self._find_obstacle():
             return await self._report_end(FinishRepair("refused", Verdict.UNKNOWN, obstacle))
         await self._run_to_end(self._permits.report_begin())
@@ -121,6 +145,28 @@ class NodeRepair:
                 await self._report_end(FinishRepair("ambiguous", Verdict.UNKNOWN, reason))
             raise
         return await self._report_end(end)
+
+    def _check_caller(self, start: NodeRepairInput) -> OrderVerdict:
+        """Return whether the person who has started this repair may order it.
+
+        A repair that a fleet or a job orders is their child, which only a workflow can make it.
+        """
+        message = {**start.describe_repair(), "proof": _dump(start)}
+        info = workflow.info()
+        signed = read_signed(info.namespace, info.workflow_id, ORDER, message)
+        what = _describe_order(start)
+        return self._check(PersonOrder("repair", what, start.by, signed))
+
+    async def _refuse(self, verdict: OrderVerdict) -> NodeRepairResult:
+        """End without anything done, and without the fleet: to it, nothing has begun."""
+        workflow.set_current_details(f"refused: {verdict.refusal}")
+        return NodeRepairResult(self._input.node, "refused", verdict.refusal)
+
+    def _check(self, order: PersonOrder) -> OrderVerdict:
+        fleet, now = self._input.fleet, workflow.now()
+        verdict = check_order(self._terms.access, fleet, order, now, self._used_proofs)
+        self._used_proofs = verdict.used
+        return verdict
 
     def _find_obstacle(self) -> str:
         """Return why the node cannot be repaired at all; empty if it can."""
@@ -279,7 +325,9 @@ class NodeRepair:
                 return await send_order(self._input, self._id, decision)
             case ResetGpus() | RebootNode() | PowerCycleNode():
                 obstacle = await self._ask_permit(state, decision)
-                return obstacle or await send_order(self._input, self._id, decision)
+                return obstacle or await send_order(
+                    self._input, self._id, decision, state.approved_by
+                )
             case FinishRepair():
                 raise ValueError(f"{decision} is the end of a repair")
             case _:
@@ -415,7 +463,18 @@ class NodeRepair:
         answer = AnswerMessage.model_validate(bound_message(message))
         await await_next_task()
         approved = answer.decision == "approve"
-        self._inbox.append(PersonAnswered(approved, answer.by, answer.reason))
+        node = self._input.node
+        verdict = self._check(
+            PersonOrder(
+                "repair" if approved else "answer",
+                f"{'approve' if approved else 'deny'} the repair of {node}",
+                answer.by,
+                read_signed_message("answer", message),
+            )
+        )
+        if verdict.refusal:
+            raise reject(verdict.refusal)
+        self._inbox.append(PersonAnswered(approved, verdict.by, answer.reason))
         return "approved" if approved else "denied"
 
     @answer.validator
@@ -464,3 +523,17 @@ class NodeRepair:
 
 async def _finish(task: asyncio.Task[None], timeout: timedelta | None = None) -> None:
     await workflow.wait([task], timeout=timeout.total_seconds() if timeout else None)
+
+
+def _dump(start: NodeRepairInput) -> dict[str, Any] | None:
+    return None if start.proof is None else start.proof.model_dump(mode="json")
+
+
+def _describe_order(start: NodeRepairInput) -> str:
+    """Return what a person orders, as it follows `may not`."""
+    if start.strategy is None:
+        return f"repair {start.node}"
+    if start.power:
+        return f"power-cycle {start.node}"
+    resets = start.strategy is Strategy.RESET_GPU
+    return f"reset the GPUs of {start.node}" if resets else f"reboot {start.node}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -39,6 +40,7 @@ with workflow.unsafe.imports_passed_through():
         RanksFound,
         RanksStopped,
         SubmissionRaised,
+        SubmitterChecked,
         WorkflowReset,
     )
     from relaunch.job.places import MOVED, StartedPlaces
@@ -60,6 +62,8 @@ RESEND, REPORT = "resend the claim", "report faults"
 class Claims:
     def __init__(self, session: Session, carried: ClaimsCarried) -> None:
         self._session = session
+        self._signed = carried.signed
+        """The submission as its caller has signed it."""
         self._seq = carried.seq
         self.nodes = carried.nodes
         """Nodes granted to the job and not given back: those of its slots, except for a moment
@@ -93,6 +97,7 @@ class Claims:
             reported=self._reported,
             open=self._open,
             grants=tuple(self._grants),
+            signed=self._signed,
         )
 
     @property
@@ -324,6 +329,8 @@ class Claims:
         grant = GRANT.validate_python(message)
         if (grant.submission, grant.seq) != (self._job.submission, self._seq):
             return
+        if grant.submitter and grant.submitter != self._job.submitted_by:
+            self._session.post(SubmitterChecked(grant.submitter))
         if grant.kind == "behind" and grant.above == grant.submission:
             self._session.post(WorkflowReset(grant.above + 1))
             return
@@ -341,6 +348,8 @@ class Claims:
         self._seq += 1
         self._grants.clear()
         job, message = self._job, make(self._seq)
+        if message.nodes > 0 and not (message.running or message.keep):
+            message = replace(message, submitted_by=job.submitted_by, signed=self._signed)
         self.more_at, self._launched, self._reported = (
             message.more_at,
             message.launched,

@@ -7,15 +7,27 @@ here.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any
 
 from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
+    from relaunch.access.orders import PersonOrder, SignedText
     from relaunch.fields import duration
     from relaunch.job.decide import check_answer, describe_approval
     from relaunch.job.drain import describe_next, find_drain
-    from relaunch.job.events import Event, MessageRejected, NodesOffered, PolicyChanged
+    from relaunch.job.events import (
+        Answered,
+        CancelRequested,
+        Event,
+        MessageRejected,
+        NodeDeclaredDead,
+        NodesOffered,
+        PersonEvent,
+        PolicyChanged,
+        RetryRequested,
+    )
     from relaunch.job.state import JobState, Phase
     from relaunch.messages.bounds import MAX_TEXT, bound_message
     from relaunch.messages.jobs import (
@@ -32,18 +44,21 @@ with workflow.unsafe.imports_passed_through():
         report_event,
         retry_event,
     )
+    from relaunch.spec.access import Permission
     from relaunch.spec.policy import Policy
     from relaunch.text import format_time
     from relaunch.workflows.training_job.claims import Claims
+    from relaunch.workflows.training_job.orders import ORDERS_PATCH, Orders
     from relaunch.workflows.training_job.session import Session
     from relaunch.workflows.training_job.watches import Watches
-    from relaunch.workflows.updates import await_next_task, reject
+    from relaunch.workflows.updates import await_next_task, read_signed_message, reject
 
 
 class MessageHandlers:
     """Base class of the job's workflow, with its handlers."""
 
     _session: Session
+    _orders: Orders
     _claims: Claims
     _watches: Watches
 
@@ -51,14 +66,14 @@ class MessageHandlers:
         description='Stop every rank and end the job. {"reason": "…", "by": "…"}, all optional.'
     )
     def cancel(self, message: Any = None, *_more: Any) -> None:
-        self._receive("cancel", message, cancel_event)
+        self._receive_order("cancel", message, cancel_event)
 
     @workflow.signal(
         description='Launch a new generation now. {"reason", "by", "avoid_nodes": [], '
         '"renew_budgets": false}, all optional.'
     )
     def force_retry(self, message: Any = None, *_more: Any) -> None:
-        self._receive("force_retry", message, retry_event)
+        self._receive_order("force_retry", message, retry_event)
 
     @workflow.signal(
         description="A repair that this job waits for has a question to a person. Only the repair "
@@ -105,7 +120,7 @@ class MessageHandlers:
         '"…", "force": false}.'
     )
     def report(self, message: Any = None, *_more: Any) -> None:
-        self._receive("report", message, lambda raw: report_event(raw, self._session.job))
+        self._receive_order("report", message, lambda raw: report_event(raw, self._session.job))
 
     @workflow.signal(
         description="Something may have happened to a rank: the watch probes now. Only relaunch "
@@ -129,6 +144,73 @@ class MessageHandlers:
         except ValueError as error:
             self._session.post(MessageRejected(name, explain(error)))
 
+    def _receive_order(self, name: str, message: Any, parse: Callable[[Any], Event]) -> None:
+        """Take what a person orders, once it is known that they may."""
+        message = {} if message in (None, "") else message
+        try:
+            event = parse(bound_message(message))
+        except ValueError as error:
+            self._session.post(MessageRejected(name, explain(error)))
+            return
+        self._take_order(name, event, message)
+
+    def _take_order(self, name: str, event: Event, message: Any) -> None:
+        """Take an order in the form of an event; `message` is what was sent, None for nothing."""
+        if not isinstance(event, PersonEvent) or not workflow.patched(ORDERS_PATCH):
+            self._session.post(event)
+            return
+        signed = read_signed_message(name, message)
+
+        async def check() -> None:
+            order = self._describe_order(event, signed)
+            verdict = await self._orders.check(name, order)
+            if verdict.refusal:
+                self._session.post(MessageRejected(name, verdict.refusal, "was refused"))
+            else:
+                self._session.post(replace(event, by=verdict.by))
+
+        self._session.tasks.start(f"check {name}", check())
+
+    def _describe_order(self, event: PersonEvent, signed: SignedText | None) -> PersonOrder:
+        job = self._session.job
+        owner: str | None = job.submitted_by
+        permission: Permission
+        match event:
+            case CancelRequested():
+                permission, what = "cancel", f"cancel job {job.name}"
+            case RetryRequested():
+                permission, what = "retry", f"retry job {job.name}"
+            case NodeDeclaredDead():
+                # It is about a node: who has submitted the job on it does not matter.
+                permission, what, owner = "declare-dead", f"declare {event.node} dead", None
+            case Answered():
+                permission, what = "answer", f"tell job {job.name} {event.decision}"
+            case PolicyChanged():
+                permission, what = "policy", f"change the policy of job {job.name}"
+        return PersonOrder(permission, what, event.by, signed, owner)
+
+    async def _check_update(self, name: str, event: PersonEvent, message: Any) -> PersonEvent:
+        """Return the event of an update with who has sent it.
+
+        Raises:
+            ApplicationError: They may not.
+        """
+        if not workflow.patched(ORDERS_PATCH):
+            return event
+        order = self._describe_order(event, read_signed_message(name, message))
+        verdict = await self._orders.check(name, order)
+        if verdict.refusal:
+            self._session.post(MessageRejected(name, verdict.refusal, "was refused"))
+            raise reject(verdict.refusal)
+        return replace(event, by=verdict.by)
+
+    @workflow.query(
+        description="Which of the newest orders were taken, and why others were refused. Only the "
+        "command line asks it."
+    )
+    def orders(self) -> list[dict[str, Any]]:
+        return [asdict(one) for one in self._orders.outcomes]
+
     @workflow.update(
         description='Lay keys over the policy, from now on: {"policy": {"max_restarts": 12}, '
         '"reason": "…", "by": "…"}.'
@@ -137,8 +219,10 @@ class MessageHandlers:
         changed = PolicyMessage.model_validate(bound_message(message or {}))
         await await_next_task()
         # It was consistent with the policy at that time; another change may have come since.
-        policy = self._overlay(changed)
-        self._session.post(PolicyChanged(policy, changed.reason, changed.by))
+        event = PolicyChanged(self._overlay(changed), changed.reason, changed.by)
+        checked = await self._check_update("change_policy", event, message)
+        # Another change may have come while this one was checked.
+        self._session.post(PolicyChanged(self._overlay(changed), changed.reason, checked.by))
         return "the policy is in force from the next decision on"
 
     def _overlay(self, changed: PolicyMessage) -> Policy:
@@ -172,7 +256,8 @@ class MessageHandlers:
     async def answer(self, message: Any = None, *_more: Any) -> str:
         answered = AnswerMessage.model_validate(bound_message(message))
         await await_next_task()
-        self._session.post(answer_event(answered, workflow.now()))
+        event = answer_event(answered, workflow.now())
+        self._session.post(await self._check_update("answer", event, message))
         if answered.node:
             return self._confirm_drain_answer(answered.node, answered.decision == "approve")
         if answered.decision == "approve":

@@ -14,6 +14,7 @@ from temporalio import workflow
 from temporalio.exceptions import ApplicationError
 
 with workflow.unsafe.imports_passed_through():
+    from relaunch.access.orders import read_signed
     from relaunch.job.apply import finish, resubmit
     from relaunch.job.events import (
         CancelRequested,
@@ -41,7 +42,12 @@ with workflow.unsafe.imports_passed_through():
         Wait,
     )
     from relaunch.job.step import step
-    from relaunch.messages.jobs import CarriedState, JobResult, TrainingJobInput
+    from relaunch.messages.jobs import (
+        CarriedState,
+        ClaimsCarried,
+        JobResult,
+        TrainingJobInput,
+    )
     from relaunch.spec.policy import Strategy
     from relaunch.workflows.builds import continue_as_new, is_build_outdated
     from relaunch.workflows.search_attributes import attributes, current_details, memo, updates
@@ -53,6 +59,7 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.workflows.training_job.handlers import MessageHandlers
     from relaunch.workflows.training_job.metrics import record_changes, record_end
     from relaunch.workflows.training_job.notices import Notices
+    from relaunch.workflows.training_job.orders import Orders
     from relaunch.workflows.training_job.session import Session
     from relaunch.workflows.training_job.traces import hand_over_incidents
     from relaunch.workflows.training_job.watches import Watches
@@ -73,7 +80,8 @@ class TrainingJob(MessageHandlers):
     def __init__(self, start: TrainingJobInput) -> None:
         carried = start.carried
         self._session = Session(_first_state(start), carried.inbox)
-        self._claims = Claims(self._session, carried.claims)
+        self._orders = Orders(self._session, carried.orders)
+        self._claims = Claims(self._session, carried.claims if start.resume else _sign(start))
         self._actions = Actions(self._session, self._claims, carried.dead, carried.action)
         self._watches = Watches(self._session, carried.after_seq, carried.exited)
         self._drain_timers = DrainTimers(self._session)
@@ -93,6 +101,11 @@ class TrainingJob(MessageHandlers):
     @workflow.run
     async def run(self, start: TrainingJobInput) -> JobResult:
         session = self._session
+        if start.resume is not None and workflow.info().continued_run_id is None:
+            # A job that is started by hand must not bring nodes, ranks and repairs along.
+            raise ApplicationError(
+                "resume: only a run that continues another has it", non_retryable=True
+            )
         if start.resume is not None:
             if "fleet" not in workflow.memo() and workflow.patched(MEMO_PATCH):
                 self._memo = {}
@@ -113,7 +126,7 @@ class TrainingJob(MessageHandlers):
                     )
                 )
             except asyncio.CancelledError as error:
-                session.post(_cancel_request(error))
+                self._take_order("cancel", _cancel_request(error), None)
             if (bug := session.tasks.find_error()) is not None:
                 # It fails the workflow task, not the workflow: the server shows it and
                 # retries until it is fixed.
@@ -307,7 +320,8 @@ class TrainingJob(MessageHandlers):
             watch.cancel()
         while True:
             if (cancelled := await _settle(tasks)) is not None:
-                session.post(cancelled)  # the next run takes it and stops the ranks
+                # The next run takes it and stops the ranks.
+                self._take_order("cancel", cancelled, None)
             # Signals may have started tasks since, such as a claim, of which the next run would
             # know nothing.
             tasks = [one for one in session.tasks.busy if not session.tasks.can_pause(one)]
@@ -322,6 +336,7 @@ class TrainingJob(MessageHandlers):
             self._notices.last,
             self._claims.carried,
             self._actions.carried,
+            self._orders.carried,
         )
         job = session.job
         continue_as_new(
@@ -361,6 +376,15 @@ def _first_state(start: TrainingJobInput) -> JobState:
         start.avoid_nodes,
     )
     return replace(job, spec=start.spec, policy=start.policy)
+
+
+def _sign(start: TrainingJobInput) -> ClaimsCarried:
+    """Return the first claims of a submission, with what its caller has signed."""
+    info = workflow.info()
+    proof = None if start.proof is None else start.proof.model_dump(mode="json")
+    message = {**start.describe_submission(), "proof": proof}
+    signed = read_signed(info.namespace, info.workflow_id, info.workflow_type, message)
+    return ClaimsCarried(signed=signed)
 
 
 def _ends_growth(event: Event, decision: Decision) -> bool:

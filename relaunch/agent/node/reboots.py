@@ -73,17 +73,18 @@ def list_newest(state: Path) -> List[Json]:
         return []
 
 
-def record(state: Path, id: str, reason: str) -> None:
+def record(state: Path, id: str, reason: str, by: str = "") -> None:
     """Record that this boot is to end, before it is ended; a repeated order makes no second entry.
+
+    `by` is who ordered it, for people; an older controller does not say that.
 
     Raises:
         OSError: it cannot be recorded; then the reboot must not be done.
     """
     boot = read_boot_id(state)
     if not any((entry["id"], entry["boot_id"]) == (id, boot) for entry in _read_entries(state)):
-        _append(
-            state, {"at": time.time(), "id": id, "reason": reason[:MAX_REASON], "boot_id": boot}
-        )
+        entry = {"at": time.time(), "id": id, "reason": reason[:MAX_REASON], "boot_id": boot}
+        _append(state, {**entry, "by": by} if by else entry)
     recorded = read_current(state)
     if recorded is None or recorded.get("id") != id:
         write_json(state / CURRENT_FILE, {"boot_id": boot, "id": id, "ran": None})

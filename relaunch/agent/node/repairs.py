@@ -87,7 +87,7 @@ def reset_gpus(state: Path, order: Fields) -> Json:
         reboots.record_log_position(state)
         result = _run_tool(state, "reset-gpus", [*choose_root_prefix(), *words], until)
         if result.exit_code == 0:
-            resets.record_reset(state, id, list(ids))
+            resets.record_reset(state, id, list(ids), order.note("reason"), order.note("by"))
         return {
             "outcome": "done",
             "boot_id": expected,
@@ -123,7 +123,7 @@ def reboot(state: Path, order: Fields) -> Json:
             gpu_users.list_users(gpus.read(state, REBOOT_NVML_TIMEOUT), living_only=True)
         )
         try:
-            reboots.record(state, id, reason)
+            reboots.record(state, id, reason, order.note("by"))
         except OSError as error:
             raise Refusal(
                 "cannot_reboot",

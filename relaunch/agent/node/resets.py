@@ -25,9 +25,13 @@ def list_resets(state: Path) -> List[Json]:
     return list(journal.get("resets", ()))
 
 
-def record_reset(state: Path, id: str, gpus: List[str]) -> None:
-    """Record a reset that is done. `uptime` is the clock of the kernel's log, CLOCK_MONOTONIC."""
+def record_reset(state: Path, id: str, gpus: List[str], reason: str = "", by: str = "") -> None:
+    """Record a reset that is done. `uptime` is the clock of the kernel's log, CLOCK_MONOTONIC.
+
+    `reason` and `by`, who ordered it, are for people; an older controller does not say them.
+    """
     entry: Json = {"uptime": time.monotonic(), "id": id, "gpus": gpus}
+    entry.update({key: text for key, text in (("reason", reason), ("by", by)) if text})
     earlier = [] if not gpus else list_resets(state)
     resets = [*earlier, entry][-MAX_RESETS:]
     try:

@@ -300,11 +300,13 @@ class EcsBackend:
         gpus: tuple[str, ...],
         within: float,
         fleet: str = "",
+        reason: str = "",
+        by: str = "",
     ) -> Mapping[str, Any] | Refusal:
         return self.repairs.reset_gpus(node)
 
     async def reboot(
-        self, node: str, id: str, boot_id: str, reason: str, fleet: str = ""
+        self, node: str, id: str, boot_id: str, reason: str, fleet: str = "", by: str = ""
     ) -> Mapping[str, Any] | Refusal:
         ec2_id = self._ec2_id(node)
 

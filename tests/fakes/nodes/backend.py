@@ -271,6 +271,8 @@ class SimulatedBackend:
         gpus: tuple[str, ...],
         within: float,
         fleet: str = "",
+        reason: str = "",
+        by: str = "",
     ) -> Mapping[str, Any] | Refusal:
         order = {"id": id, "boot_id": boot_id, "gpus": gpus, "within": within}
         return await self._order(
@@ -282,7 +284,7 @@ class SimulatedBackend:
         )
 
     async def reboot(
-        self, node: str, id: str, boot_id: str, reason: str, fleet: str = ""
+        self, node: str, id: str, boot_id: str, reason: str, fleet: str = "", by: str = ""
     ) -> Mapping[str, Any] | Refusal:
         order = {"id": id, "boot_id": boot_id, "reason": reason}
         return await self._order(

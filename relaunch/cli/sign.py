@@ -1,0 +1,116 @@
+"""Signs the orders of a person with their own SSH key, by `ssh-keygen`.
+
+It asks the running ssh-agent where it has the key, and the terminal where the key has a passphrase.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import uuid
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from temporalio.client import Client
+from temporalio.service import RPCError, RPCStatusCode
+
+from relaunch.access.orders import Proof, build_text
+from relaunch.access.signatures import NAMESPACE, strip_armor
+from relaunch.config import ConfigError, read_settings
+from relaunch.fields import StrictModel
+
+
+async def sign_message(
+    client: Client, workflow: str, name: str, message: StrictModel | Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the message of a signal or an update as it is sent: signed, if a key is set.
+
+    Args:
+        client: The client of the server.
+        workflow: The id of the workflow that receives it.
+        name: Of the signal or the update.
+        message: The message.
+
+    Raises:
+        ConfigError: The key cannot sign.
+    """
+    # A build of before there were signatures refuses a key that it does not know.
+    fields = (
+        message.model_dump(mode="json", exclude={"proof"})
+        if isinstance(message, StrictModel)
+        else dict(message)
+    )
+    key = find_key()
+    if key is None:
+        return fields
+    try:
+        described = await client.get_workflow_handle(workflow).describe()
+    except RPCError as error:
+        if error.status is not RPCStatusCode.NOT_FOUND:
+            raise
+        return fields  # the send says that there is no such workflow
+    first = described.raw_description.workflow_execution_info.first_run_id or described.run_id
+    proof = await sign(key, client.namespace, f"{workflow}/{first}", name, fields)
+    return {**fields, "proof": proof.model_dump(mode="json")}
+
+
+async def sign_start(
+    client: Client, workflow: str, name: str, fields: Mapping[str, Any]
+) -> Proof | None:
+    """Return the proof for an order that starts a workflow; None: no key is set.
+
+    Raises:
+        ConfigError: The key cannot sign.
+    """
+    key = find_key()
+    return None if key is None else await sign(key, client.namespace, workflow, name, fields)
+
+
+def find_key() -> Path | None:
+    """Return the key that signs; None: none is set."""
+    key = read_settings().ssh_key
+    return None if key is None else key.expanduser()
+
+
+async def sign(
+    key: Path, namespace: str, receiver: str, name: str, fields: Mapping[str, Any]
+) -> Proof:
+    """Sign an order.
+
+    Raises:
+        ConfigError: The key cannot sign.
+    """
+    at, nonce = datetime.now(UTC).isoformat(), uuid.uuid4().hex
+    text = build_text(namespace, receiver, name, fields, at, nonce)
+    # Without a limit of time: a person may be typing a passphrase.
+    signature = await asyncio.to_thread(run_ssh_keygen, key, text.encode())
+    return Proof(at=at, nonce=nonce, signature=signature)
+
+
+def run_ssh_keygen(key: Path, text: bytes) -> str:
+    """Return the signature of a text.
+
+    Raises:
+        ConfigError: There is no ssh-keygen of OpenSSH 8.1 or newer, or the key cannot sign.
+    """
+    try:
+        done = subprocess.run(
+            ["ssh-keygen", "-q", "-Y", "sign", "-f", str(key), "-n", NAMESPACE],
+            input=text,
+            capture_output=True,
+            check=False,
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"RELAUNCH_SSH_KEY is {key}, but ssh-keygen, which signs with it, cannot be run:"
+            f" {error.strerror}; install OpenSSH's client, 8.1 or newer"
+        ) from None
+    if done.returncode != 0:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        raise ConfigError(
+            f"RELAUNCH_SSH_KEY is {key}, which cannot sign: {lines[-1] if lines else 'no reason'};"
+            " expected an SSH key, or its .pub file while ssh-agent has the key"
+        )
+    return strip_armor(done.stdout.decode())
