@@ -117,18 +117,22 @@ def build_text(
 
 
 def read_signed(namespace: str, workflow: str, order: str, message: Any) -> SignedText | None:
-    """Return what a message says that was signed; None: it has no proof.
+    """Return what a message says that was signed; None: it has no proof, or none of that form.
 
     Args:
         namespace: Of the Temporal server.
         workflow: The workflow that has received it, as in `build_text`.
         order: The name of the signal, update or workflow.
-        message: The message as it has arrived; its `proof` was parsed once already.
+        message: The message as it has arrived: signatures are longer than other texts may be.
     """
     if not isinstance(message, Mapping) or not message.get("proof"):
         return None
-    proof = Proof.model_validate(message["proof"])
-    return SignedText(build_text(namespace, workflow, order, message, proof.at, proof.nonce), proof)
+    try:
+        proof = Proof.model_validate(message["proof"])
+        text = build_text(namespace, workflow, order, message, proof.at, proof.nonce)
+    except ValueError:  # also of a number with more digits than Python prints
+        return None
+    return SignedText(text, proof)
 
 
 def check_order(
