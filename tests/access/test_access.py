@@ -191,6 +191,22 @@ def test_a_signature_is_of_one_order_alone(
     assert (verdict.refusal == "") is is_valid
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        pytest.param({"proof": {"at": 7, "nonce": [], "signature": None}}, id="types"),
+        pytest.param({"proof": "x" * 10_000}, id="text"),
+        pytest.param(
+            {"proof": {"at": "", "nonce": "", "signature": ""}, "until": 10**5000}, id="number"
+        ),
+        pytest.param([1], id="list"),
+    ],
+)
+def test_a_hostile_message_has_no_proof(message: Any) -> None:
+    """An error here would fail the task of the workflow that receives it, for ever."""
+    assert read_signed("default", "fleet/gpus/r1", "pause", message) is None
+
+
 def test_a_key_that_the_file_does_not_name_proves_nothing(
     keys: dict[str, Path], tmp_path: Path
 ) -> None:
