@@ -54,7 +54,7 @@ OBSERVATIONS = _union_members(Observation)
 EVENTS = {
     kind: one
     for kind, one in _union_members(events.Event).items()
-    if one not in (events.PolicyChanged, events.IncidentsArchived)
+    if one not in (events.PolicyChanged, events.IncidentsArchived, events.SubmitterChecked)
 }
 _ANY_EVENT: TypeAdapter[events.Event] = TypeAdapter(events.Event)
 
