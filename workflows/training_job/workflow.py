@@ -109,6 +109,7 @@ class TrainingJob(MessageHandlers):
         if start.resume is not None:
             if "fleet" not in workflow.memo() and workflow.patched(MEMO_PATCH):
                 self._memo = {}
+                self._publish()
             self._watches.start()
             self._deadline.set(start.carried.deadline)
             self._drain_timers.update()
