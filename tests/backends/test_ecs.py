@@ -889,7 +889,10 @@ async def test_a_rank_that_fails_brings_the_last_lines_that_it_printed(
     assert "/train" in where.reason and "job/trainer/" in where.reason
 
 
-async def test_a_watch_says_hello_and_beats_while_ecs_is_seen(make: Callable[..., Site]) -> None:
+async def test_a_watch_says_hello_and_beats_while_ecs_is_seen(
+    make: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_module, "STALE_POLLS", 1000.0)  # a busy machine polls late
     site = make()
     await launch(site)
     lines = await read(

@@ -28,12 +28,15 @@ class Change:
     new: str
 
 
+BEGINS = """\
+        if start.resume is not None:
+            if "fleet" not in workflow.memo()"""
+"""Where a run of a job goes on that continues another."""
 COMMANDS = (
     Change(
         WORKFLOW,
-        "        session = self._session\n        if start.resume is not None:\n",
-        '        workflow.upsert_memo({{"build": "{n}"}})\n'
-        "        session = self._session\n        if start.resume is not None:\n",
+        BEGINS,
+        '        workflow.upsert_memo({{"build": "{n}"}})\n' + BEGINS,
     ),
     Change(
         FLEET,
@@ -62,9 +65,8 @@ FIELDS = (
 BUG = (
     Change(
         WORKFLOW,
-        "        session = self._session\n        if start.resume is not None:\n",
-        "        session = self._session\n        if start.resume is not None:\n"
-        '            raise RuntimeError("a bug of build {n}")\n',
+        BEGINS,
+        BEGINS.replace(":\n", ':\n            raise RuntimeError("a bug of build {n}")\n', 1),
     ),
 )
 """Every task of a job that has moved to it fails."""

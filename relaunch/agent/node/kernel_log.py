@@ -94,7 +94,7 @@ _GPU_MARKS = (b"NVRM: Xid", b"SXid (")
 _GPU_MESSAGE = re.compile(rb"(?:nvidia-nvswitch\d*: )?(?:NVRM: Xid|SXid \()")
 """How NVIDIA's drivers begin what `_GPU_MARKS` are in."""
 _PREFIX = re.compile(
-    rb"(?:<\d+>)?(?:kern +:\w+ *: \S+ |[^\[]{0,100}? kernel: )?(?:\[[^\]]{1,40}\] ?)?"
+    rb"(?:<\d+>)?(?:kern +:\w+ *: \S+ |(?:[^\[]{0,100}? )?kernel: )?(?:\[[^\]]{1,40}\] ?)?"
 )
 """What dmesg and syslog write before a message: facility, date and host, time."""
 
