@@ -46,9 +46,12 @@ async def rows(world: World) -> dict[str, dict[str, Any]]:
 
 
 async def until(
-    world: World, patience: float = 60.0, **expected: tuple[str, str | None]
+    world: World, patience: float = 180.0, **expected: tuple[str, str | None]
 ) -> dict[str, dict[str, Any]]:
-    """Wait until nodes are in these states, with these jobs."""
+    """Wait until nodes are in these states, with these jobs.
+
+    Ranks that a look at the nodes has seen are shown until the next look, a minute later.
+    """
 
     async def find_rows() -> dict[str, dict[str, Any]] | None:
         found = await rows(world)

@@ -137,7 +137,7 @@ async def play_outcome(stage: Stage, name: str) -> None:
     async with stage.play(scenario, script=script, gpus=1) as rig_:
         job = await rig_.submit(rules, name=scenario)
         await job.result()
-        await stage.ask(scenario, job.handle, "state", "next")
+        await stage.ask(scenario, job.handle, "state", "next", "orders")
 
 
 async def play_fleet(stage: Stage) -> None:
@@ -213,7 +213,7 @@ async def play_repair(stage: Stage) -> None:
         for number in range(8):  # it continues as new, and follows its repair
             await job.handle.signal("report", {"node": "n9", "reason": f"number {number}"})
             await asyncio.sleep(0.05)
-        await stage.ask(name, job.handle, "state", "next")
+        await stage.ask(name, job.handle, "state", "next", "orders")
         approval = {"decision": "approve", "by": "grace", "reason": "no other job is on it"}
         await repair.execute_update("answer", approval)
         await job.until_phase(Phase.RUNNING, 2)
@@ -253,7 +253,7 @@ async def play_elastic(stage: Stage) -> None:
         by = {"node": "n2", "reason": "a fan", "by": "grace"}
         await rig_.tell_fleet("quarantine", {**by, "drain": True, "within": "1s"})
         await job.until(lambda s: s.phase is Phase.RUNNING and len(s.slots) == 2, "shrunk")
-        await stage.ask(name, job.handle, "state", "next")
+        await stage.ask(name, job.handle, "state", "next", "orders")
         await rig_.tell_fleet("release", by)
         await job.until(lambda s: s.phase is Phase.RUNNING and len(s.slots) == 3, "grown")
 
@@ -267,7 +267,7 @@ async def play_drain(stage: Stage) -> None:
         by = {"reason": "swap its PSU", "by": "carol"}
         await rig_.tell_fleet("quarantine", {"node": "n2", "drain": True, "within": "2h", **by})
         await job.until(lambda s: bool(s.drains), "asked to leave")
-        await stage.ask(name, job.handle, "state", "next")
+        await stage.ask(name, job.handle, "state", "next", "orders")
         answer = {"node": "n2", "by": "alice"}
         await job.handle.execute_update(
             "answer", {"decision": "deny", "reason": "evaluation", **answer}
@@ -283,7 +283,7 @@ async def play_question(stage: Stage) -> None:
     async with stage.play(name, *fails, short=True) as rig_:
         job = await rig_.submit(policy(causes=ASK), name=name)
         await job.until_phase(Phase.WAITING_FOR_PERSON, 1)
-        await stage.ask(name, job.handle, "state", "next")
+        await stage.ask(name, job.handle, "state", "next", "orders")
         snooze = {"decision": "snooze", "within": "1s", "by": "ada"}
         await job.handle.execute_update("answer", snooze)
         await job.until(lambda s: s.phase is Phase.WAITING_FOR_PERSON, "asked again")
@@ -381,7 +381,7 @@ async def play_bad_checkpoint(stage: Stage) -> None:
         job = await rig_.submit(name=name)
         state = await job.until_phase(Phase.WAITING_FOR_PERSON, 3)
         assert state.failed_resume is not None and state.failed_resume.count == 2
-        await stage.ask(name, job.handle, "state", "next")
+        await stage.ask(name, job.handle, "state", "next", "orders")
         await job.handle.execute_update("answer", {"decision": "deny", "by": "ada"})
         await job.result()
 
