@@ -237,7 +237,8 @@ def put_back(service: Service, new: Installation) -> None:
     if service.run("rollback").returncode == 0:
         return
     beside = service.start_worker(new)
-    move(service, "rollback", service.commands)
+    # The release is current by now: another `rollback` would go back to the newer build.
+    move(service, "upgrade", service.commands)
     end(beside, signal.SIGTERM)
 
 
