@@ -370,6 +370,11 @@ async def test_orders_of_repairs(make_rig: MakeRig, keys: dict[str, Path]) -> No
         assert (await repair(rig, order, id_)).outcome == "done"
         again = await repair(rig, order, id_)
         assert again.outcome == "refused" and "was used for another repair" in again.reason
+        # What a stranger claims to be called is text on the page.
+        hostile = replace(order, by="[bob](http://evil)", proof=None)
+        assert (await repair(rig, hostile, id_)).outcome == "refused"
+        page = str(await rig.client.get_workflow_handle(id_).query("__temporal_workflow_metadata"))
+        assert "bob" in page and "[bob](" not in page, page
         # An activity that is started by itself asks no fleet for a permit.
         with pytest.raises(Exception, match=r"Activity task failed|failed") as failed:
             await rig.client.execute_activity(

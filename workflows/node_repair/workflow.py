@@ -159,7 +159,7 @@ class NodeRepair:
 
     async def _refuse(self, verdict: OrderVerdict) -> NodeRepairResult:
         """End without anything done, and without the fleet: to it, nothing has begun."""
-        workflow.set_current_details(f"refused: {verdict.refusal}")
+        workflow.set_current_details(f"refused: {escape_markdown(verdict.refusal)}")
         return NodeRepairResult(self._input.node, "refused", verdict.refusal)
 
     def _check(self, order: PersonOrder) -> OrderVerdict:

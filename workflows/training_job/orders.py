@@ -18,6 +18,7 @@ with workflow.unsafe.imports_passed_through():
     )
     from relaunch.activities.access import AccessActivities, CheckOrderInput
     from relaunch.messages.jobs import OrdersCarried
+    from relaunch.text import escape_markdown
     from relaunch.workflows.training_job.commands import KEEP_TRYING
     from relaunch.workflows.training_job.session import Session
 
@@ -63,7 +64,9 @@ class Orders:
                 CheckOrderInput(self._session.job.spec.fleet, order, workflow.now(), self._used),
                 start_to_close_timeout=CHECK_TIMEOUT,
                 retry_policy=KEEP_TRYING,
-                summary=f"whether {clean_name(order.by) or UNNAMED} may {order.what}"[:200],
+                summary=escape_markdown(
+                    f"whether {clean_name(order.by) or UNNAMED} may {order.what}"[:150]
+                )[:200],
             )
             self._used = verdict.used
         self._count += 1
