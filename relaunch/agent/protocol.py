@@ -202,8 +202,8 @@ class Fields:
             refuse_field(self.prefix + name, value, "a list")
         return list(value)
 
-    def strings(self, name: str) -> list[str]:
-        values = self.items(name)
+    def strings(self, name: str, default: Any = _REQUIRED) -> list[str]:
+        values = self.items(name, default)
         for value in values:
             if not isinstance(value, str) or "\0" in value:
                 refuse_field(self.prefix + name, value, "a list of texts without NUL")

@@ -29,7 +29,7 @@ from relaunch.agent.protocol import (
     parse_environment,
     refuse_field,
 )
-from relaunch.agent.ranks import master_port, peers, retention, shim, spawn
+from relaunch.agent.ranks import master_port, peers, retention, shim, spawn, standby
 from relaunch.agent.ranks.progress import read_last_step
 from relaunch.agent.ranks.stop import await_records, find_living, stop_all
 from relaunch.agent.state import (
@@ -189,12 +189,13 @@ def _parse_pattern(order: Fields) -> Optional[str]:
 
 def _prepare_shim(
     job: JobState, generation: Generation, token: Token, fields: Json, gone: Json
-) -> ProcessHandover:
+) -> Union[Json, ProcessHandover]:
     """Create the folder, lock, sockets and records of a shim.
 
     `gone`: what the answer says of older generations.
 
-    The returned `Becoming` turns this process into the shim once the answer was sent.
+    Either the standby of the job has become the shim, or the returned handover turns this process
+    into it once the answer was sent.
     """
     generation.make_folders()
     for old in job.list_generations()[:-MAX_GENERATIONS]:
@@ -222,7 +223,7 @@ def _bind_sockets(
     fields: Json,
     gone: Json,
     lock: int,
-) -> ProcessHandover:
+) -> Union[Json, ProcessHandover]:
     listener = peers.listen(fields["address"])
     sockets = shim.ShimSockets(
         generation.listen("orders"),
@@ -245,6 +246,11 @@ def _bind_sockets(
     write_json(generation.path / "order.json", record, durable=False)
     generation.make_spares(len(fields["ranks"]))
     shim.record_identity(generation)
+    if standby.hand_over(job, generation, token, record, sockets, lock):
+        for each in (sockets.orders, sockets.watch, sockets.peers, sockets.master):
+            each.close()
+        os.close(lock)
+        return answer
     reach_failpoint(job.state, "prepare.forked")
     return ProcessHandover(answer, lambda: shim.become(generation, token, record, sockets, lock))
 
@@ -306,6 +312,7 @@ def _parse_start_order(order: Fields, count: int | None) -> Json:
         "separate_stderr": order.flag("separate_stderr", False),
         "umask": umask,
         "limits": _parse_limits(order),
+        "warm": order.strings("warm", []),
     }
     if order.order.get("launched") is not None:
         started["launched"] = _parse_launched(Fields(order.order["launched"], "launched."))
@@ -356,7 +363,8 @@ def start(state: Path, order: Fields) -> Json:
             )
         launch = generation.launch
         if launch is None and generation.has_live_shim():
-            return _ask_shim(generation, launch_order)
+            answer = _ask_shim(generation, launch_order)
+            return _keep_warm(job, launch_order, answer) if launch_order["warm"] else answer
         if launch is None:
             if (
                 prepared["answer"]["boot_id"] == read_boot_id(state)
@@ -383,6 +391,27 @@ def start(state: Path, order: Fields) -> Json:
             "pids": {rank: pid for rank, (pid, _) in launch["pids"].items()},
             "already": True,
         }
+
+
+def _keep_warm(job: JobState, order: Json, answer: Json) -> Json:
+    """Leave a standby behind for the next generation; return the answer with how this one began.
+
+    A failure of it is no failure of the launch.
+    """
+    if answer["outcome"] != "done":
+        return answer
+    if "launched" in order:
+        reason = "their launcher starts them"
+        return {**answer, "warm": {"forked": False, "reason": reason}}
+    known = standby.read_state(job)
+    if "warm" not in answer and known is not None:
+        reason = known.reason or "its Python was not ready yet"
+        answer = {**answer, "warm": {"forked": False, "reason": reason}}
+    try:
+        standby.leave_behind(job, order)
+    except (OSError, Refusal) as error:
+        disk.log(f"no Python imports ahead for the next launch: {error}")
+    return answer
 
 
 def _ask_shim(generation: Generation, order: Json) -> Json:

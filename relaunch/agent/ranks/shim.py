@@ -12,7 +12,7 @@ import signal
 import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 from relaunch.agent import disk, processes
 from relaunch.agent.failpoints import reach_failpoint
@@ -27,6 +27,7 @@ from relaunch.agent.ranks.link import ChildLink
 from relaunch.agent.ranks.master_port import release_port
 from relaunch.agent.ranks.upkeep import FolderUpkeep
 from relaunch.agent.state import Generation, read_boot_id, write_json
+from relaunch.agent.warm.python import WarmPython
 
 MAX_IDLE = 5.0
 """Maximum seconds between two turns of the event loop when nothing is due."""
@@ -70,35 +71,54 @@ def record_identity(generation: Generation) -> None:
 
 
 def become(
-    generation: Generation, token: Token, order: Json, sockets: ShimSockets, lock: int
+    generation: Generation,
+    token: Token,
+    order: Json,
+    sockets: ShimSockets,
+    lock: int,
+    warm: Optional[WarmPython] = None,
 ) -> None:
     """Run the shim in this process.
 
     Its sockets listen already, so a caller that has the answer to `prepare` can connect at once.
     The process that carried out `prepare` becomes the shim: this saves a fork, and there is no
     moment at which only one of the two lives.
+
+    Args:
+        warm: A Python that is a child of this process, and has imported what the ranks need.
     """
-    os.setsid()
+    if os.getsid(0) != os.getpid():
+        os.setsid()
     processes.set_name("relaunch-shim")
     log = os.open(generation.path / "shim.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     null = os.open(os.devnull, os.O_RDWR)
     for source, target in ((null, 0), (null, 1), (log, 2)):
         os.dup2(source, target)
-    processes.close_all_but([*sockets.handles, lock])
+    link = warm.link if warm is not None else None
+    kept = [link.fileno()] if link is not None else []
+    processes.close_all_but([*sockets.handles, lock, *kept])
     processes.reset_signals()
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     processes.adopt_orphans()
-    Shim(generation, token, order, sockets, lock).run()
+    Shim(generation, token, order, sockets, lock, warm).run()
 
 
 class Shim:
     def __init__(
-        self, generation: Generation, token: Token, order: Json, sockets: ShimSockets, lock: int
+        self,
+        generation: Generation,
+        token: Token,
+        order: Json,
+        sockets: ShimSockets,
+        lock: int,
+        warm: Optional[WarmPython] = None,
     ) -> None:
         self.generation = generation
         self.token = token
         self.order = order
         self.sockets = sockets
+        self.warm = warm
+        """Forks the ranks, and is gone once they are started."""
         self.loop = Loop()
         self.own = processes.identify_self()
         """This process by pid and start time, so that its helpers cannot mistake another for it."""
@@ -497,8 +517,9 @@ class Shim:
         begins = min(spawn.EXEC_TIMEOUT, self.order["fence_after"])
         self.launch_ends = now() + begins + self.order["lease"]
         self._inform_guard()
+        is_warm = self.warm is not None
         try:
-            spawn.launch(self.generation, self.token, self.order["ranks"], order, self.alive)
+            obstacle = self._launch(order)
             pids = {str(rank): pid for rank, pid in self.alive.items()}
             processes_by_rank = {rank: processes.read_process(pid) for rank, pid in pids.items()}
             identities = {
@@ -521,6 +542,8 @@ class Shim:
             return self.started
         reach_failpoint(self.generation.state, "start.forked")
         self.started = {"outcome": "done", "pids": pids, "already": False}
+        if is_warm:
+            self.started["warm"] = {"forked": obstacle is None, "reason": obstacle or ""}
         self.start_order = order
         self.upkeep.has_separate_stderr = order["separate_stderr"] and "launched" not in order
         self.state = "running"
@@ -530,6 +553,19 @@ class Shim:
         # Fork helpers that do not run yet at once: the ranks must not run without them.
         self.link.due_at = self.guard.due_at = now()
         return self.started
+
+    def _launch(self, order: Json) -> Optional[str]:
+        """Start the ranks; return why they were not forked from the warm Python, if there is one.
+
+        That Python is gone afterwards: its memory is the ranks' now.
+        """
+        ranks = self.order["ranks"]
+        try:
+            return spawn.launch(self.generation, self.token, ranks, order, self.alive, self.warm)
+        finally:
+            if self.warm is not None:
+                self.warm.kill()
+                self.warm = None
 
     # --- the guard ---
 

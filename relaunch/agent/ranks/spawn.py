@@ -1,5 +1,7 @@
 """Start ranks: fork, create a new session, arrange to die with the shim, exec.
 
+Where the job's Python is warm, it is what forks, and no exec follows (relaunch.agent.warm).
+
 This module does not decide when to start ranks, and does not reap them.
 """
 
@@ -12,13 +14,15 @@ import resource
 import select
 import signal
 import time
-from typing import Dict, NoReturn, Tuple
+from typing import Dict, List, NoReturn, Optional, Tuple
 
 from relaunch.agent import disk, processes
 from relaunch.agent.failpoints import reach_failpoint
 from relaunch.agent.protocol import Json, Refusal, Token
 from relaunch.agent.ranks import flight, launched
 from relaunch.agent.state import Generation, read_boot_id, write_json
+from relaunch.agent.warm.hook import NATIVE_PREFIXES
+from relaunch.agent.warm.python import WarmError, WarmPython
 
 EXEC_TIMEOUT = 30.0
 """Timeout in seconds of an exec. A cold network file system takes several seconds."""
@@ -40,11 +44,7 @@ LIMITS = ("as", "core", "data", "fsize", "memlock", "nofile", "nproc", "stack")
 def make_rank_environment(
     base: dict[str, str], order: Json, generation: Generation, token: Token, index: int, rank: int
 ) -> dict[str, str]:
-    inherited = {
-        name: value
-        for name, value in base.items()
-        if order["inherit_env"] and not name.startswith(("RELAUNCH_", "TORCHELASTIC_"))
-    }
+    inherited = _select_inherited(base, order)
     given = {
         **DEFAULTS,
         **inherited,
@@ -60,6 +60,28 @@ def make_rank_environment(
         "RELAUNCH_NODE_STATE": str(generation.state),
         **({launched.SEPARATE_STDERR: "1"} if order["separate_stderr"] else {}),
     }
+
+
+def _select_inherited(base: dict[str, str], order: Json) -> dict[str, str]:
+    return {
+        name: value
+        for name, value in base.items()
+        if order["inherit_env"] and not name.startswith(("RELAUNCH_", "TORCHELASTIC_"))
+    }
+
+
+def make_shared_environment(base: dict[str, str], order: Json) -> dict[str, str]:
+    """Return the environment to import with: what all ranks of every generation have.
+
+    And what native code may read in an import, if it is the same in all ranks of this order.
+    """
+    first, *others = order["rank_env"]
+    native = {
+        name: value
+        for name, value in first.items()
+        if name.startswith(NATIVE_PREFIXES) and all(other.get(name) == value for other in others)
+    }
+    return {**DEFAULTS, **_select_inherited(base, order), **order["env"], **native}
 
 
 def _become(
@@ -78,7 +100,9 @@ def _become(
         processes.die_with(shim)
         processes.allow_reading()
         step = "its record"
-        _record_task(*task)
+        generation, record = task
+        _record_task(generation, record, processes.identify_self())
+        reach_failpoint(generation.state, "rank.recorded")
         step = "prepare the process"
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(outputs[0], 1)
@@ -103,21 +127,19 @@ def _become(
     os._exit(127)
 
 
-def _record_task(generation: Generation, task: Json) -> None:
-    """Record this process as a running rank, before it becomes the rank's command.
+def _record_task(generation: Generation, task: Json, process: processes.Process) -> None:
+    """Record a process as a running rank, before it becomes the rank's command.
 
     By the boot and the start time in it, an old record differs from that of a rank that runs. On a
     full disk there is none: that is no reason not to train.
     """
-    own = processes.identify_self()
-    record = {**task, "pid": own.pid, "started": own.started, "at": time.time()}
+    record = {**task, "pid": process.pid, "started": process.started, "at": time.time()}
     try:
         write_json(generation.task_record_path(task["rank"]), record, durable=False)
     except OSError as error:
         if not disk.is_full(error):
             raise
         disk.log(f"the disk is full: rank {task['rank']} has no record in {generation.path}")
-    reach_failpoint(generation.state, "rank.recorded")
 
 
 def _set_limit(name: str, value: int) -> None:
@@ -155,14 +177,21 @@ def _make_refusal(order: Json, rank: int, report: Json) -> Refusal:
 
 
 def launch(
-    generation: Generation, token: Token, ranks: list[int], order: Json, started: Ranks
-) -> None:
+    generation: Generation,
+    token: Token,
+    ranks: list[int],
+    order: Json,
+    started: Ranks,
+    warm: Optional[WarmPython] = None,
+) -> Optional[str]:
     """Start all ranks, and add each to `started` as soon as it is forked.
+
+    Returns:
+        Why ranks were started from nothing although there is a warm Python; None otherwise.
 
     Raises:
         Refusal: A rank cannot be started. Those in `started` may be running.
     """
-    shim = os.getpid()
     base = dict(os.environ)
     task = {
         "token": token.json,
@@ -178,22 +207,29 @@ def launch(
     reports: dict[int, int] = {}
     if order["env"].get(flight.ASK_VARIABLE) == "1":
         flight.write_dumper(generation)
+    environments = [
+        make_rank_environment(base, order, generation, token, index, rank)
+        for index, rank in enumerate(ranks)
+    ]
+    obstacle = _find_obstacle(warm, order, command, environments)
     try:
-        for index, rank in enumerate(ranks):
-            environment = make_rank_environment(base, order, generation, token, index, rank)
+        for index, (rank, environment) in enumerate(zip(ranks, environments)):
             # A launcher is not a rank: its own streams stay together.
             is_separate = order["separate_stderr"] and own is None
             outputs = launched.open_logs(generation, rank, is_separate)
-            reading, writing = os.pipe()
+            recorded = generation, {**task, "rank": rank}
+            pid = None
+            if warm is not None and obstacle is None:
+                try:
+                    pid, reading = _fork_warm(warm, order, environment, outputs, recorded, started)
+                except WarmError as error:
+                    obstacle = str(error)
+            if pid is None:
+                pid, reading = _fork_cold(order, command, environment, outputs, recorded)
+                started[rank] = pid
             reports[reading] = rank
-            pid = os.fork()
-            if pid == 0:
-                recorded = generation, {**task, "rank": rank}
-                _become(order, command, environment, outputs, writing, shim, recorded)
-            started[rank] = pid
             for log in set(outputs):
                 os.close(log)
-            os.close(writing)
             if index == 0:
                 reach_failpoint(generation.state, "start.forking")
         _await_exec(order, dict(reports))
@@ -204,6 +240,71 @@ def launch(
     finally:
         for reading in reports:
             os.close(reading)
+    return obstacle
+
+
+def _find_obstacle(
+    warm: Optional[WarmPython], order: Json, command: List[str], environments: List[dict[str, str]]
+) -> Optional[str]:
+    """Return why this warm Python cannot fork these ranks, or None."""
+    if warm is None:
+        return None
+    try:
+        warm.check(order, command, environments)
+    except WarmError as error:
+        return str(error)
+    return None
+
+
+def _fork_cold(
+    order: Json,
+    command: List[str],
+    environment: dict[str, str],
+    outputs: Tuple[int, int],
+    task: Tuple[Generation, Json],
+) -> Tuple[int, int]:
+    """Fork a rank; return its pid and what an error of its start is read from."""
+    shim = os.getpid()
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        _become(order, command, environment, outputs, writing, shim, task)
+    os.close(writing)
+    return pid, reading
+
+
+def _fork_warm(
+    warm: WarmPython,
+    order: Json,
+    environment: dict[str, str],
+    outputs: Tuple[int, int],
+    task: Tuple[Generation, Json],
+    started: Ranks,
+) -> Tuple[int, int]:
+    """Have the warm Python fork a rank, and let it go once it is recorded.
+
+    Raises:
+        WarmError: No process of this call is, or becomes, the rank: it did not get the word to go.
+    """
+    generation, record = task
+    reading, writing = os.pipe()
+    waiting, going = os.pipe()
+    try:
+        pid = warm.fork(order, environment, outputs, writing, waiting)
+        process = processes.read_process(pid)
+        if process is None or not process.is_alive:
+            raise WarmError("a process that it forked has ended")
+        reach_failpoint(generation.state, "warm.forked")
+        _record_task(generation, record, process)
+        started[record["rank"]] = pid
+        os.write(going, b"g")
+    except BaseException:
+        os.close(reading)
+        raise
+    finally:
+        for handle in (writing, waiting, going):
+            os.close(handle)
+    return pid, reading
 
 
 def _await_exec(order: Json, waiting: dict[int, int]) -> None:

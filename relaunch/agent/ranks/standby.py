@@ -1,0 +1,375 @@
+"""The process that waits beside a running generation, with a Python that has imported its modules.
+
+`start` leaves it behind where the job names modules to import ahead. The next `prepare` gives it
+the locks and sockets of the new generation, and it becomes the shim of that one: ranks that its
+Python forks are then children of their shim, as all ranks are. Without it, or if it is not ready,
+`prepare` becomes the shim itself and the ranks start from nothing.
+
+It holds no token and runs nothing of the job's but the imports. It ends with the generation that
+it waits beside, unless that one failed or was stopped, and then KEEP_TIMEOUT later.
+"""
+
+from __future__ import annotations
+
+import array
+import hashlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Iterator, NamedTuple, Optional
+
+from relaunch.agent import processes
+from relaunch.agent.loop import is_from_this_user
+from relaunch.agent.protocol import Json, Refusal, Token, now, parse_token
+from relaunch.agent.ranks import journal, shim, spawn
+from relaunch.agent.state import JobState, read_boot_id, read_json, write_json
+from relaunch.agent.warm.command import UnsuitableCommand
+from relaunch.agent.warm.python import WarmError, WarmPython
+
+START_DELAY = 10.0
+"""Seconds after a launch before its Python is started: the ranks themselves import first."""
+DELAY_VARIABLE = "RELAUNCH_WARM_DELAY"
+"""Environment variable of the agent that sets another delay."""
+KEEP_TIMEOUT = 120.0
+"""Seconds after the end of a generation for the next one to be prepared."""
+CHECK_INTERVAL = 1.0
+"""Seconds between checks that the generation still runs."""
+TAKE_TIMEOUT = 1.0
+"""Timeout in seconds for it to take over a generation, which a launch waits for."""
+DEATH_TIMEOUT = 5.0
+"""Timeout in seconds for SIGKILL to end it."""
+_MAX_MESSAGE = 1 << 22
+
+
+class WarmState(NamedTuple):
+    """What a standby has recorded of itself."""
+
+    state: str
+    """`waiting`, `importing`, `ready`, or `cold`: it will never be ready."""
+    reason: str
+    """Why it is cold, or an empty text."""
+    process: Optional[processes.Process]
+    """The living standby, or None."""
+
+
+def _folder(job: JobState) -> Path:
+    return job.path / "warm"
+
+
+def read_state(job: JobState) -> Optional[WarmState]:
+    """Return what the last standby of a job has recorded; None if it had none in this boot."""
+    record = read_json(_folder(job) / "standby.json")
+    if record is None or record["boot_id"] != read_boot_id(job.state):
+        return None
+    process = processes.read_process(record["pid"])
+    if process is not None and (process.started != record["started"] or not process.is_alive):
+        process = None
+    return WarmState(record["state"], record["reason"], process)
+
+
+@contextmanager
+def _address(job: JobState) -> Iterator[str]:
+    """Yield a short path of the socket: a unix address holds 108 bytes."""
+    handle = os.open(_folder(job), os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{handle}/sock"
+    finally:
+        os.close(handle)
+
+
+def _digest(spec: Json) -> str:
+    """Return what tells one standby from another: all but the environment of this session."""
+    content = [sys.argv[0], *(spec[name] for name in ("modules", "command", "workdir", "env"))]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+# --- the commands' side ---
+
+
+def leave_behind(job: JobState, order: Json) -> None:
+    """Start a standby for the generation after this one, unless a suitable one is there.
+
+    The caller holds the lock of the job, and has started the ranks of `order`.
+    """
+    spec: Json = {
+        "modules": order["warm"],
+        "command": order["command"],
+        "workdir": order["workdir"],
+        "env": order["env"],
+        "environment": spawn.make_shared_environment(dict(os.environ), order),
+    }
+    record = read_json(_folder(job) / "standby.json") or {}
+    known = read_state(job)
+    if known is not None and record.get("digest") == _digest(spec):
+        if known.process is not None or known.state == "cold":
+            return
+    if known is not None and known.process is not None:
+        _kill(known.process)
+    _folder(job).mkdir(mode=0o700, exist_ok=True)
+    # Forked twice, so that the session does not have to reap it.
+    middle = processes.fork(lambda: _leave(job, spec))
+    os.waitpid(middle, 0)
+
+
+def _leave(job: JobState, spec: Json) -> None:
+    processes.fork(lambda: Standby(job, spec).run())
+
+
+def hand_over(
+    job: JobState,
+    generation: shim.Generation,
+    token: Token,
+    record: Json,
+    sockets: shim.ShimSockets,
+    lock: int,
+) -> bool:
+    """Have the standby of the job become the shim; return whether it did.
+
+    The caller holds the lock of the job, and keeps its own descriptors open.
+
+    Raises:
+        Refusal: It neither answers nor dies.
+    """
+    known = read_state(job)
+    if known is None or known.process is None or known.state != "ready":
+        return False
+    body = {
+        "agent": sys.argv[0],
+        "token": token.text,
+        "order": list(generation.order),
+        "record": record,
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+    }
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as caller:
+            caller.settimeout(TAKE_TIMEOUT)
+            caller.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MAX_MESSAGE)
+            with _address(job) as address:
+                caller.connect(address)
+            rights = array.array("i", [*sockets.handles, lock])
+            caller.sendmsg(
+                [json.dumps(body).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
+            )
+            answer = json.loads(caller.recv(4096) or b"{}")
+    except (OSError, ValueError):
+        answer = {}
+    if answer.get("taken") is True:
+        return True
+    # From here on it must never become the shim, whatever it has received.
+    _kill(known.process)
+    return False
+
+
+def _kill(process: processes.Process) -> None:
+    """Kill a standby, and with it its Python.
+
+    Raises:
+        Refusal: It does not die.
+    """
+    processes.kill(process, signal.SIGKILL)
+    deadline = time.monotonic() + DEATH_TIMEOUT
+    while processes.is_alive(process.pid, process.started):
+        if time.monotonic() > deadline:
+            raise Refusal("stuck", "the process that imports ahead does not die", pids=[process.pid])
+        time.sleep(0.002)
+
+
+def end_all(state: Path) -> None:
+    """End every standby on this node, before it is examined or repaired.
+
+    They are asked: one that has become a shim meanwhile does not listen any more. One that does
+    not answer holds no GPU, and is left.
+    """
+    for path in (state / "jobs").glob("*/warm/standby.json"):
+        row = read_json(path.parents[1] / "highest.json")
+        job = JobState.from_row(state, row) if row is not None else None
+        known = read_state(job) if job is not None else None
+        if job is None or known is None or known.process is None:
+            continue
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as caller:
+                caller.settimeout(TAKE_TIMEOUT)
+                with _address(job) as address:
+                    caller.connect(address)
+                caller.send(b"{}")
+                caller.recv(4096)
+        except OSError:
+            continue
+
+
+# --- the process itself ---
+
+
+class Standby:
+    def __init__(self, job: JobState, spec: Json) -> None:
+        self.job = job
+        self.spec = spec
+        self.folder = _folder(job)
+        self.python: Optional[WarmPython] = None
+        self.state, self.reason = "waiting", ""
+        delay = os.environ.get(DELAY_VARIABLE, "")
+        self.start_at = now() + (float(delay) if delay else START_DELAY)
+        self.seen_at = now()
+        """When the generation was last seen to run."""
+
+    def run(self) -> None:
+        os.setsid()
+        processes.set_name("relaunch-warm")
+        log = os.open(
+            self.folder / "output.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600
+        )
+        null = os.open(os.devnull, os.O_RDWR)
+        for source, target in ((null, 0), (null, 1), (log, 2)):
+            os.dup2(source, target)
+        processes.close_all_but([])
+        signal.set_wakeup_fd(-1)
+        processes.reset_signals()
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        processes.adopt_orphans()
+        listener = self._listen()
+        self._record()
+        while self._is_wanted():
+            self._wait(listener)
+            if self.state == "waiting" and now() >= self.start_at:
+                self._start_python()
+            if self.state == "cold":
+                break
+        if self.python is not None:
+            self.python.kill()
+
+    def _listen(self) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        (self.folder / "sock").unlink(missing_ok=True)
+        with _address(self.job) as address:
+            listener.bind(address)
+        listener.listen(4)
+        return listener
+
+    def _record(self) -> None:
+        own = processes.identify_self()
+        record = {
+            "pid": own.pid,
+            "started": own.started,
+            "boot_id": read_boot_id(self.job.state),
+            "digest": _digest(self.spec),
+            "state": self.state,
+            "reason": self.reason,
+            "modules": self.spec["modules"],
+            "python": None if self.python is None or self.python.process is None
+            else self.python.process.pid,
+        }
+        write_json(self.folder / "standby.json", record, durable=False)
+
+    def _is_wanted(self) -> bool:
+        """Return whether a next generation may still be prepared here."""
+        launched = [each for each in self.job.list_generations() if each.launch is not None]
+        if not launched:
+            return False
+        newest = launched[-1]
+        observations = journal.read(newest.journal)
+        kinds = {observation["kind"] for observation in observations}
+        if kinds & {"Fenced", "ShimDied"}:
+            return False
+        codes = [each["exit_code"] for each in observations if each["kind"] == "RankExited"]
+        prepared = newest.prepared_order
+        ranks = len(prepared["ranks"]) if prepared is not None else 0
+        if ranks and len(codes) == ranks and not any(code != 0 for code in codes):
+            return False  # the job has succeeded on this node
+        identity = newest.identity("shim")
+        if identity is not None and processes.is_alive(*identity):
+            self.seen_at = now()
+            return True
+        if len(codes) < ranks:
+            return False  # the shim was killed
+        return now() < self.seen_at + KEEP_TIMEOUT
+
+    def _wait(self, listener: socket.socket) -> None:
+        poll = select.poll()
+        poll.register(listener, select.POLLIN)
+        link = self.python.link if self.python is not None else None
+        if link is not None:
+            poll.register(link, select.POLLIN)
+        until = CHECK_INTERVAL
+        if self.state == "waiting":
+            until = min(until, max(0.0, self.start_at - now()))
+        for handle, _ in poll.poll(until * 1000):
+            if handle == listener.fileno():
+                self._serve(listener)
+            elif self.python is not None:
+                try:
+                    self.python.take_news()
+                    self.state = "ready"
+                except WarmError as error:
+                    self.state, self.reason = "cold", str(error)
+                self._record()
+
+    def _start_python(self) -> None:
+        self.state = "importing"
+        try:
+            self.python = WarmPython(self.spec, self.folder)
+            self.python.start()
+        except (UnsuitableCommand, OSError) as error:
+            self.state, self.reason = "cold", str(error)
+        self._record()
+
+    def _serve(self, listener: socket.socket) -> None:
+        caller, _ = listener.accept()
+        with caller:
+            caller.settimeout(TAKE_TIMEOUT)
+            if not is_from_this_user(caller):
+                return
+            handles = array.array("i")
+            try:
+                data, extra, _, _ = caller.recvmsg(
+                    _MAX_MESSAGE, socket.CMSG_SPACE(8 * handles.itemsize)
+                )
+            except OSError:
+                return
+            for level, kind, content in extra:
+                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                    handles.frombytes(content[: len(content) - len(content) % handles.itemsize])
+            order = json.loads(data or b"{}")
+            if not order:
+                self._end(caller)
+            if self.state != "ready" or order["agent"] != sys.argv[0] or len(handles) != 5:
+                os._exit(1)  # the caller starts from nothing, and must not have to kill this first
+            self._become_shim(caller, listener, order, list(handles))
+
+    def _end(self, caller: socket.socket) -> None:
+        (self.folder / "standby.json").unlink()
+        if self.python is not None:
+            self.python.kill()
+        caller.send(b"{}")
+        os._exit(0)
+
+    def _become_shim(
+        self, caller: socket.socket, listener: socket.socket, order: Json, handles: list[int]
+    ) -> None:
+        token = parse_token(order["token"])
+        assert token is not None, "the token of the command that called"
+        generation = self.job.generation((order["order"][0], order["order"][1]))
+        orders, watch, peers, master = (_adopt(handle) for handle in handles[:4])
+        sockets = shim.ShimSockets(orders, watch, peers, master)
+        shim.record_identity(generation)
+        (self.folder / "standby.json").unlink()
+        listener.close()
+        caller.send(json.dumps({"taken": True}).encode())
+        caller.close()
+        os.environ.clear()
+        os.environ.update(order["environment"])
+        os.chdir(order["folder"])
+        shim.become(generation, token, order["record"], sockets, handles[4], self.python)
+        os._exit(0)
+
+
+def _adopt(handle: int) -> socket.socket:
+    adopted = socket.socket(fileno=handle)
+    adopted.setblocking(False)
+    return adopted

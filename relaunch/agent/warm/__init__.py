@@ -1,0 +1,1 @@
+"""Ranks that are forked from a Python that has imported their modules ahead of need."""
