@@ -32,6 +32,7 @@ from relaunch.backends.base import (
     PrepareOrder,
     ProtocolError,
     Refusal,
+    StartedRanks,
     StartOrder,
     identity,
 )
@@ -63,6 +64,8 @@ MAX_CONCURRENT_CALLS = 256
 MAX_GENERATIONS_AHEAD = 1000
 """How far ahead of a token's generation a node may be, where a reset of the workflow has set its
 numbers back."""
+MAX_WARM_NAMED = 3
+"""Most nodes that are named whose ranks were started from nothing."""
 MAX_NAMED = 16
 """Most refusals that are returned; the rest would say the same."""
 
@@ -156,6 +159,8 @@ class LaunchRanksOutput:
     step_generation: int | None = None
     run: str = ""
     """The run of the workflow that ordered it; empty: not known, or it has not started ranks."""
+    warm: str = ""
+    """How the ranks began, if modules were to be imported ahead; a clause for people."""
     was_reset: bool = False
     """Another run than that of `LaunchRanksInput` ordered it, so no node was called: the nodes may
     be another job's by now."""
@@ -249,7 +254,7 @@ class JobActivities:
         handover[:] = [stamps, places]
         await self._confirm_attempt(stamps, places)
         try:
-            await self._start(backend, input, prepared)
+            warm = await self._start(backend, input, prepared)
         except NodesRefused as error:
             return LaunchRanksOutput(refusals=error.refusals, places=places, start_sent=True)
         except NodesUnreachable as error:
@@ -264,6 +269,7 @@ class JobActivities:
             places=places,
             step=step,
             step_generation=step_generation,
+            warm=warm,
             run=activity.info().workflow_run_id or "",
         )
 
@@ -316,7 +322,8 @@ class JobActivities:
 
     async def _start(
         self, backend: Backend, input: LaunchRanksInput, prepared: tuple[PreparedNode, ...]
-    ) -> None:
+    ) -> str:
+        """Start all ranks; return how they began, as `LaunchRanksOutput.warm`."""
         spec = input.spec
         gang = input.gang or make_gang(prepared)
         secret = await _read_secret(backend, input, gang, prepared)
@@ -354,12 +361,14 @@ class JobActivities:
                 umask=spec.umask,
                 limits=spec.soft_limits,
                 separate_stderr=spec.output == "separate",
+                warm=spec.warm,
             )
-        await _call_each(
+        started = await _call_each(
             input.token,
             [slot.node for slot in input.slots],
             lambda node: backend.start(node, orders[node]),
         )
+        return _describe_warmth([one for one in started if isinstance(one, StartedRanks)])
 
     @activity.defn
     async def stop_ranks(self, input: StopRanksInput) -> StopRanksOutput:
@@ -368,6 +377,16 @@ class JobActivities:
         Return when each is proven gone, or must have fenced itself.
         """
         return await stop_everywhere(self._fleets.backend(input.fleet), input)
+
+
+def _describe_warmth(started: Sequence[StartedRanks]) -> str:
+    """Return how ranks began where modules were to be imported ahead, or an empty text."""
+    cold = [(one.node, one.cold) for one in started if one.cold]
+    if not cold:
+        forked = bool(started) and all(one.cold == "" for one in started)
+        return "its ranks were forked from a Python that had imported ahead" if forked else ""
+    nodes = join_names([node for node, _ in cold], MAX_WARM_NAMED)
+    return f"its ranks on {nodes} were started from nothing: {cold[0][1]}"
 
 
 class NodesUnreachable(Exception):

@@ -167,9 +167,15 @@ class PrepareAnswer(_Answer):
     step_generation: Count | None = None
 
 
+class WarmAnswer(_Answer):
+    forked: bool
+    reason: PrintedLine = ""
+
+
 class StartAnswer(_Answer):
     pids: Annotated[dict[RankNumber, Pid], Field(max_length=MAX_RANKS)]
     already: bool
+    warm: WarmAnswer | None = None
 
 
 class StopAnswer(_Answer):

@@ -157,6 +157,8 @@ class StartOrder:
     """Seconds after which ranks that no controller watches stop; None: they do not."""
     separate_stderr: bool = False
     """Whether each rank's stderr has a separate log."""
+    warm: tuple[str, ...] = ()
+    """Modules to import ahead, so that the next generation is forked from them."""
     gpus: int = 0
     """The number of GPUs that its ranks use on this node."""
     ecs: EcsTask | None = None
@@ -169,6 +171,9 @@ class StartedRanks:
     """Process id by global rank."""
     already: bool
     """Whether an earlier order had already started this generation."""
+    cold: str | None = None
+    """Why its ranks were started from nothing although modules were to be imported ahead; empty:
+    they were forked; None: that was not asked for, or this is the first launch here."""
 
 
 @dataclass(frozen=True, slots=True)

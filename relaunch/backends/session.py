@@ -137,6 +137,8 @@ class AgentSession:
             body["inherit_env"] = False
         if order.separate_stderr:
             body["separate_stderr"] = True
+        if order.warm:
+            body["warm"] = list(order.warm)
         if order.umask is not None:
             body["umask"] = order.umask
         if order.limits:
@@ -154,10 +156,12 @@ class AgentSession:
         if answer["outcome"] == "refused":
             return self._read_refusal("start", answer)
         started = answers.parse(self._node, "start", answers.StartAnswer, answer)
+        warm = started.warm
         return StartedRanks(
             self._node,
             {int(rank): pid for rank, pid in started.pids.items()},
             started.already,
+            None if warm is None else "" if warm.forked else warm.reason or "no reason was given",
         )
 
     async def stop(self, order: StopOrder) -> StopProof | Refusal:

@@ -313,6 +313,13 @@ def run(
         str | None,
         typer.Option(metavar="FOLDER", help="Where checkpoints are: `show` says the newest."),
     ] = None,
+    warm: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULES",
+            help="Modules to import ahead, such as torch,transformers: ranks start faster again.",
+        ),
+    ] = None,
     policy: Annotated[str | None, typer.Option(help="A preset or a file.")] = None,
     name: Annotated[
         str | None, typer.Option(help="Name of the job; default: the script's name and the time.")
@@ -368,6 +375,7 @@ def run(
         "output": output,
         "checkpoint": None if checkpoint is None else {"directory": checkpoint},
         "progress": progress if log_pattern is None else {"log_pattern": log_pattern},
+        "warm": None if warm is None else warm.split(","),
     }
     options = {
         parameter.name: str(context.params[parameter.name])

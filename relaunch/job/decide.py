@@ -141,7 +141,8 @@ def decide(job: JobState, event: Event, diagnosis: Diagnosis | None, now: dateti
         case NodesGranted():
             return _decide_on_more(job, event, now)
         case Launched():
-            return _running(job, _runs(job), now)
+            reason = f"{_runs(job)}; {event.warm}" if event.warm else _runs(job)
+            return _running(job, reason, now)
         case LaunchRefused() if (higher := _decide_on_higher_token(job, event, now)) is not None:
             return higher
         case LaunchFailed(started=False) if diagnosis is not None and not (

@@ -99,6 +99,8 @@ class Launched:
     """The step that all ranks had reached in `step_generation` when they were gone."""
     step_generation: int | None = None
     """The newest generation that nodes know a last step of: it may not be the one before."""
+    warm: str = ""
+    """How its ranks began, if modules were to be imported ahead; a clause for people."""
 
 
 @dataclass(frozen=True, slots=True)

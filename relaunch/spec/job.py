@@ -18,6 +18,8 @@ from relaunch.spec.environment import RESERVED_VARIABLES, VARIABLE
 from relaunch.spec.progress import PRESETS
 from relaunch.text import count_noun
 
+MAX_WARM = 32
+"""Most modules that are named to be imported ahead; each may import any number of others."""
 LIMITS = ("as", "core", "data", "fsize", "memlock", "nofile", "nproc", "stack")
 """Resource limits that a job may state, as limits.conf(5) names them; sizes are in bytes."""
 Limit = int | Literal["unlimited"]
@@ -26,6 +28,9 @@ MAX_LIMIT = 2**63 - 1
 OutputStream = Literal["stdout", "stderr"]
 MAX_NODES = 100_000
 """More is a mistake: no cluster has so many nodes."""
+
+
+MODULE_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 
 
 PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
@@ -297,6 +302,9 @@ class JobSpec(StrictModel):
     flight_record: bool = False
     """Whether torch loads a module of relaunch in each rank, which writes the record of its last
     collectives when it is asked (docs/jobs.md)."""
+    warm: Annotated[tuple[str, ...], Field(max_length=MAX_WARM)] = ()
+    """Python modules, such as `[torch]`, that each node imports ahead, so that after a fault the
+    ranks are forked from there (docs/warm.md)."""
     checkpoint: CheckpointSpec | None = None
     """Where its checkpoints are, for `show` and `history`."""
     policy: str | dict[str, Any] = "default"
@@ -326,6 +334,16 @@ class JobSpec(StrictModel):
                 f"{value[0]!r} is not a program: the first item is the program to run, such as"
                 " python"
             )
+        return value
+
+    @field_validator("warm", mode="before")
+    @classmethod
+    def _check_modules(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            raise ValueError(f"{value!r} is one string: write a list, such as [torch]")
+        for name in value if isinstance(value, list | tuple) else ():
+            if not (isinstance(name, str) and MODULE_NAME.fullmatch(name)):
+                raise ValueError(f"{name!r} is not the name of a Python module, such as torch")
         return value
 
     @field_validator("nodes", mode="before")
@@ -407,6 +425,11 @@ class JobSpec(StrictModel):
 
     @model_validator(mode="after")
     def _check_launcher(self) -> Self:
+        if self.launcher != "none" and self.warm:
+            raise ValueError(
+                f"warm: {self.launcher} starts the ranks itself, so they cannot be forked: "
+                "leave out warm or launcher"
+            )
         if self.launcher != "none" and (nested := find_launcher(self.command)) is not None:
             raise ValueError(
                 f"command: {nested} starts ranks itself: give the command of one rank;"

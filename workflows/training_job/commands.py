@@ -223,6 +223,7 @@ def _outcome(job: JobState, token: Token, outputs: list[LaunchRanksOutput]) -> E
         places,
         step=step,
         step_generation=reached_in,
+        warm=next((output.warm for output in outputs if output.warm), ""),
     )
 
 

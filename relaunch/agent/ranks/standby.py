@@ -84,8 +84,8 @@ def _address(job: JobState) -> Iterator[str]:
 
 
 def _digest(spec: Json) -> str:
-    """Return what tells one standby from another: all but the environment of this session."""
-    content = [sys.argv[0], *(spec[name] for name in ("modules", "command", "workdir", "env"))]
+    """Return what tells one standby from another: all but what each generation has anew."""
+    content = [sys.argv[0], *(spec[name] for name in ("modules", "command", "workdir"))]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -101,7 +101,6 @@ def leave_behind(job: JobState, order: Json) -> None:
         "modules": order["warm"],
         "command": order["command"],
         "workdir": order["workdir"],
-        "env": order["env"],
         "environment": spawn.make_shared_environment(dict(os.environ), order),
     }
     record = read_json(_folder(job) / "standby.json") or {}

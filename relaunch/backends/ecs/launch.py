@@ -280,7 +280,7 @@ class Launcher:
                 break
             if isinstance(answer, Task):
                 self._ran[ec2_id, token.namespace, token.job] = token, answer.arn
-                return StartedRanks(node, {}, already=False)
+                return StartedRanks(node, {}, already=False, cold=_explain_cold(order))
             if not answer.reason.startswith("MemberOf"):
                 return refuse_unplaced(node, ec2_id, answer)
             if unplaced is not None and time.monotonic() >= until:
@@ -291,7 +291,7 @@ class Launcher:
             await asyncio.sleep(LOOK_AGAIN)
             instance = await self._cluster.instance(ec2_id)
         self._ran[ec2_id, token.namespace, token.job] = token, arn
-        return StartedRanks(node, {}, already=True)
+        return StartedRanks(node, {}, already=True, cold=_explain_cold(order))
 
     async def _conflicting(self, ec2_id: str, token: Token, error: AwsError) -> str:
         """Return the ARN of the task that has the client token already.
@@ -439,6 +439,11 @@ def _outside_agent(definition: Definition, container: str) -> dict[str, str]:
     """
     name = "PYTHONUNBUFFERED"
     return {} if name in definition.variables.get(container, {}) else {name: "1"}
+
+
+def _explain_cold(order: StartOrder) -> str | None:
+    """Return why no rank is forked from modules that were imported ahead, if that was asked for."""
+    return "each generation is a new container of Amazon ECS" if order.warm else None
 
 
 def _environment(definition: Definition, order: StartOrder) -> dict[str, str]:
