@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from real_node import Node, is_alive, wait_for
+from real_node import TIMES, Node, is_alive, read_name, wait_for
+
+from relaunch.agent.ranks import standby as standby_module
+from relaunch.agent.warm.command import UnsuitableCommand, parse_command
 
 Json = dict[str, Any]
 
@@ -17,12 +23,6 @@ Json = dict[str, Any]
 @pytest.fixture(autouse=True)
 def no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RELAUNCH_WARM_DELAY", "0")
-
-
-def standby(node: Node) -> Json:
-    (record,) = node.state.glob("jobs/*/warm/standby.json")
-    read: Json = json.loads(record.read_text())
-    return read
 
 
 def await_standby(node: Node, state: str = "ready") -> Json:
@@ -39,7 +39,8 @@ def await_standby(node: Node, state: str = "ready") -> Json:
 
 
 def begin(node: Node, generation: int, command: list[str], **more: Any) -> Json:
-    prepared = node.prepare(generation, stop_grace=0.1)
+    times = {name: more.pop(name) for name in list(more) if name in TIMES}
+    prepared = node.prepare(generation, **{"stop_grace": 0.1, **times})
     assert prepared is not None
     assert prepared["outcome"] == "done", prepared
     started = node.start(generation, command, **{"warm": ["json", "decimal"], **more})
@@ -177,3 +178,249 @@ def test_a_forked_rank_sees_what_a_cold_one_sees(
         assert differing == {}
         assert own["ahead"] and not was["ahead"]
     assert warm[0][1]["random"] != warm[1][1]["random"]
+
+
+HARMFUL = {
+    "leaves_thread": "import threading, time\n"
+    "threading.Thread(target=time.sleep, args=[1000], daemon=True).start()",
+    "leaves_socket": "import socket\nkept = socket.socket()",
+    "leaves_process": "import subprocess\nkept = subprocess.Popen(['sleep', '1000'])",
+    "reads_rank": "import os\nrank = os.environ.get('RANK')",
+    "fails": "import no_such_module",
+    "exits": "raise SystemExit(3)",
+}
+REASONS = {
+    "leaves_thread": "leaves_thread leaves 1 thread running when it is imported",
+    "leaves_socket": "leaves_socket leaves socket:[N] open when it is imported",
+    "leaves_process": "leaves_process leaves a process running when it is imported",
+    "reads_rank": "RANK was read when the modules were imported, and is different now",
+    "fails": "fails cannot be imported (ModuleNotFoundError: No module named 'no_such_module')",
+    "exits": "exits cannot be imported (SystemExit: 3)",
+}
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Json:
+    """A job whose script and modules are files of the test's."""
+    folder = tmp_path / "job"
+    folder.mkdir()
+    (folder / "train.py").write_text(SCRIPT)
+    (folder / "library.py").write_text("VERSION = 1")
+    for name, text in HARMFUL.items():
+        (folder / f"{name}.py").write_text(text)
+    return {
+        "workdir": str(folder),
+        "env": {"PYTHONPATH": str(folder)},
+        "rank_env": [{"RANK": "0"}, {"RANK": "1"}],
+        "warm": ["decimal", "library"],
+    }
+
+
+COMMAND = [sys.executable, "train.py"]
+
+
+def read_reason(second: Json) -> str:
+    assert not second["warm"]["forked"]
+    return re.sub(r"\d\d\d+", "N", second["warm"]["reason"])
+
+
+@pytest.mark.parametrize("module", HARMFUL)
+def test_a_module_that_a_fork_would_break_starts_cold(node: Node, job: Json, module: str) -> None:
+    more = {**job, "warm": [module]}
+    begin(node, 1, COMMAND, **more)
+    await_standby(node, "ready" if module == "reads_rank" else "cold")
+    second = begin(node, 2, COMMAND, **more)
+    assert read_reason(second) == REASONS[module]
+    wait_for(lambda: "ran" in node.log(0, 2) and "ran" in node.log(1, 2))
+    assert [read_name(pid) for pid in node.list_leftovers()].count("sleep") == 0
+
+
+def test_numpy_like_threads_that_end_before_a_fork_are_no_obstacle(
+    node: Node, job: Json
+) -> None:
+    ends = """
+import os, threading
+going = threading.Event()
+thread = threading.Thread(target=going.wait)
+thread.start()
+def end():
+    going.set()
+    thread.join()
+os.register_at_fork(before=end)
+"""
+    (Path(job["workdir"]) / "pool.py").write_text(ends)
+    more = {**job, "warm": ["pool"]}
+    begin(node, 1, COMMAND, **more)
+    await_standby(node)
+    assert begin(node, 2, COMMAND, **more)["warm"]["forked"]
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        (["sleep", "1000"], "sleep is not Python itself"),
+        ([sys.executable, "-I", "train.py"], "Python is isolated with -I"),
+        (["./python3", "train.py"], "/job/./python3 is not Python itself, but starts "),
+    ],
+    ids=["program", "isolated", "wrapper"],
+)
+def test_other_commands_start_cold(
+    node: Node, job: Json, command: list[str], reason: str
+) -> None:
+    wrapper = Path(job["workdir"]) / "python3"
+    wrapper.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    wrapper.chmod(0o755)
+    begin(node, 1, command, **job)
+    await_standby(node, "cold")
+    assert reason in begin(node, 2, command, **job)["warm"]["reason"]
+
+
+def test_an_edited_script_is_read_and_an_edited_module_is_noticed(node: Node, job: Json) -> None:
+    folder = Path(job["workdir"])
+    begin(node, 1, COMMAND, **job)
+    await_standby(node)
+    (folder / "train.py").write_text("print('edited', flush=True)\n" + SCRIPT)
+    assert begin(node, 2, COMMAND, **job)["warm"]["forked"]
+    wait_for(lambda: "edited" in node.log(0, 2))
+    await_standby(node)
+    (folder / "library.py").write_text("VERSION = 2")
+    third = begin(node, 3, COMMAND, **job)
+    assert third["warm"]["reason"].endswith("library.py has changed since it was imported")
+    await_standby(node)  # another Python, with the module as it is now
+    assert begin(node, 4, COMMAND, **job)["warm"]["forked"]
+
+
+def test_a_module_beside_the_script_would_come_first(node: Node, job: Json) -> None:
+    begin(node, 1, COMMAND, **job)
+    await_standby(node)
+    (Path(job["workdir"]) / "decimal.py").write_text("")
+    second = begin(node, 2, COMMAND, **job)
+    assert second["warm"]["reason"].endswith(
+        "/job/decimal.py has the name of a module that was imported ahead"
+    )
+
+
+def count_ranks(node: Node) -> int:
+    """How many processes run the script."""
+    return sum(
+        b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in node.list_leftovers()
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("victim", ["python", "pid"])
+def test_s1_3_a_warm_process_that_fails_costs_no_rank_twice(
+    node: Node, job: Json, victim: str, number: signal.Signals
+) -> None:
+    begin(node, 1, COMMAND, **job)
+    waiting = await_standby(node)
+    os.kill(waiting[victim], number)
+    second = begin(node, 2, COMMAND, **job)
+    assert not second.get("warm", {"forked": False})["forked"]
+    wait_for(lambda: "ran" in node.log(0, 2) and "ran" in node.log(1, 2))
+    assert node.log(0, 2).count("ran") == node.log(1, 2).count("ran") == 1
+    wait_for(lambda: not is_alive(waiting[victim]))
+    await_standby(node)
+    assert begin(node, 3, COMMAND, **job)["warm"]["forked"]
+
+
+@pytest.mark.parametrize("point", ["prepare.taken", "warm.forked"])
+def test_a_shim_that_dies_on_the_way_leaves_no_rank(node: Node, job: Json, point: str) -> None:
+    begin(node, 1, COMMAND, **job)
+    waiting = await_standby(node)
+    node.set_failpoint(point)
+    prepared = node.prepare(2, stop_grace=0.1)
+    if point == "prepare.taken":
+        assert prepared is None or prepared["outcome"] == "done"
+    node.start(2, COMMAND, **job)
+    wait_for(lambda: not is_alive(waiting["pid"]))
+    wait_for(lambda: count_ranks(node) == 0)
+    begin(node, 3, COMMAND, **job)
+    wait_for(lambda: "ran" in node.log(0, 3) and "ran" in node.log(1, 3))
+    assert node.log(0, 2) == ""
+
+
+def test_forked_ranks_die_with_their_shim(node: Node, job: Json) -> None:
+    begin(node, 1, COMMAND, **job)
+    await_standby(node)
+    second = begin(node, 2, COMMAND, **job)
+    assert second["warm"]["forked"]
+    os.kill(node.pid("shim", 2), signal.SIGKILL)
+    wait_for(lambda: not any(map(is_alive, second["pids"].values())))
+
+
+def test_a_standby_ends_with_a_job_that_succeeds(node: Node, job: Json) -> None:
+    going = Path(job["workdir"]) / "go"
+    (Path(job["workdir"]) / "train.py").write_text(
+        f"import os, time\nwhile not os.path.exists({str(going)!r}): time.sleep(0.01)"
+    )
+    begin(node, 1, COMMAND, **job)
+    waiting = await_standby(node)
+    going.touch()
+    wait_for(lambda: not is_alive(waiting["pid"]) and not is_alive(waiting["python"]))
+
+
+@pytest.mark.parametrize("how", ["killed", "fenced"])
+def test_a_standby_ends_with_a_shim_that_ends_otherwise(node: Node, job: Json, how: str) -> None:
+    begin(node, 1, COMMAND, lease=30.0 if how == "killed" else 2.0, **job)
+    if how == "killed":
+        await_standby(node)
+        os.kill(node.pid("shim"), signal.SIGKILL)
+    else:
+        wait_for(lambda: any(each["kind"] == "Fenced" for each in node.journal()))
+    wait_for(lambda: "relaunch-warm" not in map(read_name, node.list_leftovers()))
+    wait_for(lambda: count_ranks(node) == 0)
+
+
+def test_an_examination_ends_every_standby(node: Node, job: Json) -> None:
+    begin(node, 1, COMMAND, **job)
+    waiting = await_standby(node)
+    standby_module.end_all(node.state)
+    wait_for(lambda: not is_alive(waiting["pid"]) and not is_alive(waiting["python"]))
+    assert count_ranks(node) == 2
+
+
+GPU_PROGRAM = """
+import sys
+from relaunch.agent.warm import hook
+hook.DEVICES = (sys.argv[1],)
+known = hook.list_descriptors()
+hook.check_process("quiet", known)
+opened = open(sys.argv[1])
+try:
+    hook.check_process("torch", known)
+except hook.Unsuitable as error:
+    print(error)
+"""
+
+
+def test_a_gpu_that_an_import_opens_is_an_obstacle(tmp_path: Path) -> None:
+    """A file stands in for the device."""
+    device = tmp_path / "nvidia0"
+    device.touch()
+    done = subprocess.run(
+        [sys.executable, "-c", GPU_PROGRAM, str(device)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"torch opens the GPU ({device}) when it is imported\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "folder"),
+    [
+        ("python train.py -c x", [], "."),
+        ("/opt/bin/python3.12 -u -W error -Xdev a/train.py", ["-u", "-W", "error", "-Xdev"], "a"),
+        ("python3 -OBm package.train -I", [], "."),
+        ("python3 -P train.py", ["-P"], None),
+        ("python3 --check-hash-based-pycs always t.py", ["--check-hash-based-pycs", "always"], "."),
+    ],
+)
+def test_commands_of_python_are_taken_apart(
+    command: str, options: list[str], folder: str | None
+) -> None:
+    assert parse_command(command.split()) == (options, folder)
+
+
+@pytest.mark.parametrize("command", ["python", "python -", "python -i t.py", "python --help", "sh t.sh"])
+def test_commands_that_are_not_pythons_are_refused(command: str) -> None:
+    with pytest.raises(UnsuitableCommand):
+        parse_command(command.split())

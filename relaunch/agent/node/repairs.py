@@ -18,6 +18,7 @@ from relaunch.agent import tools
 from relaunch.agent.failpoints import reach_failpoint
 from relaunch.agent.node import gpu_users, gpus, hold, reboots, resets
 from relaunch.agent.protocol import Fields, Json, NoAnswer, Refusal, now, refuse_field
+from relaunch.agent.ranks import standby
 from relaunch.agent.state import read_boot_id
 
 REBOOT_NVML_TIMEOUT = 3.0
@@ -42,6 +43,7 @@ def diagnose(state: Path, order: Fields, caller: int) -> Json:
     until = time.monotonic() + order.number("within", least=0.1)
     with hold.hold_exclusive(state, "diagnose", id, fleet) as left:
         reach_failpoint(state, "diagnose.held")
+        standby.end_all(state)
         _refuse_if_used(state, left, until, fleet)
         words = _find_tool("dcgmi", ["diag", "-r", str(level), "-j"])
         if words is None:
@@ -73,6 +75,7 @@ def reset_gpus(state: Path, order: Fields) -> Json:
             refuse_field("gpus", each, "bus ids like 00000000:05:00.0")
     until = time.monotonic() + order.number("within", least=0.1)
     with hold.hold_exclusive(state, "reset-gpus", id, fleet) as left:
+        standby.end_all(state)
         _refuse_another_boot(state, expected)
         _refuse_if_used(state, left, until, fleet)
         words = _find_tool(

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Iterator, NamedTuple, Optional
 
 from relaunch.agent import processes
+from relaunch.agent.failpoints import reach_failpoint
 from relaunch.agent.loop import is_from_this_user
 from relaunch.agent.protocol import Json, Refusal, Token, now, parse_token
 from relaunch.agent.ranks import journal, shim, spawn
@@ -51,9 +52,9 @@ class WarmState(NamedTuple):
     """What a standby has recorded of itself."""
 
     state: str
-    """`waiting`, `importing`, `ready`, or `cold`: it will never be ready."""
+    """`waiting`, `importing`, `ready`, `ended`, or `cold`: no other one would be ready either."""
     reason: str
-    """Why it is cold, or an empty text."""
+    """Why it is cold or has ended, or an empty text."""
     process: Optional[processes.Process]
     """The living standby, or None."""
 
@@ -238,7 +239,7 @@ class Standby:
             self._wait(listener)
             if self.state == "waiting" and now() >= self.start_at:
                 self._start_python()
-            if self.state == "cold":
+            if self.state in ("cold", "ended"):
                 break
         if self.python is not None:
             self.python.kill()
@@ -306,7 +307,9 @@ class Standby:
                     self.python.take_news()
                     self.state = "ready"
                 except WarmError as error:
-                    self.state, self.reason = "cold", str(error)
+                    # One that was ready and has ended says nothing about the next one.
+                    self.state = "cold" if self.state == "importing" else "ended"
+                    self.reason = str(error)
                 self._record()
 
     def _start_python(self) -> None:
@@ -361,6 +364,7 @@ class Standby:
         listener.close()
         caller.send(json.dumps({"taken": True}).encode())
         caller.close()
+        reach_failpoint(self.job.state, "prepare.taken")
         os.environ.clear()
         os.environ.update(order["environment"])
         os.chdir(order["folder"])
