@@ -26,6 +26,7 @@ DEADLINE = 120.0
 SETTLE = (0.5, 1.0)
 """Seconds between recovery and next kill, drawn each round: any phase of a poll may be hit."""
 ROOT = Path(__file__).resolve().parent.parent
+RANKS = str(ROOT / "benchmarks").encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +56,11 @@ class Contender(abc.ABC):
     """
 
     name: str
+    command: tuple[str, ...] = ()
+    """The command of a rank."""
 
     def __init__(self) -> None:
+        self.command = self.command or rank_command()
         self._file: Path | None = None
         self._launchers: list[subprocess.Popen[bytes]] = []
 
@@ -124,11 +128,10 @@ class Contender(abc.ABC):
 def alive(pid: int) -> bool:
     """Whether this is still one of our ranks: the kernel may have reused the pid."""
     try:
-        return str(ROOT / "benchmarks" / "rank.py").encode() in Path(
-            f"/proc/{pid}/cmdline"
-        ).read_bytes().split(b"\0")
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except (FileNotFoundError, ProcessLookupError):
         return False
+    return any(word.startswith(RANKS) and word.endswith(b"rank.py") for word in words)
 
 
 def gang_since(starts: Sequence[Start], since: int) -> int | None:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.contenders import WORLD_SIZE, Contender, free_port, rank_command
+from benchmarks.contenders import WORLD_SIZE, Contender, free_port
 
 
 async def respawn(command: Sequence[str], ranks: int) -> int:
@@ -75,7 +75,7 @@ class Floor(Contender):
 
     def launch(self, folder: Path) -> None:
         self.spawn(
-            [sys.executable, "-m", "benchmarks.floor", "--", *rank_command()], folder / "floor.log"
+            [sys.executable, "-m", "benchmarks.floor", "--", *self.command], folder / "floor.log"
         )
 
 

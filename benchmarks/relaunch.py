@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from benchmarks.contenders import ROOT, WORLD_SIZE, Contender, free_port, rank_command
+from benchmarks.contenders import ROOT, WORLD_SIZE, Contender, free_port
 
-READY_TIMEOUT = 30.0
+READY_TIMEOUT = 120.0
+_NUMBERS = itertools.count(1)
+"""Of the jobs of all contenders, which may share a service."""
 POLICY = """\
 max_restarts: 1000
 no_progress_stop: off
@@ -21,13 +24,15 @@ causes: {UNKNOWN: [{strategy: RESTART_IN_PLACE}]}
 
 class Relaunch(Contender):
     name = "relaunch, 2 nodes"
+    nodes = 2
+    options: tuple[str, ...] = ()
+    """Further options of `run`."""
 
     def __init__(self, state: Path) -> None:
         super().__init__()
         self._state = state
         self._environment: dict[str, str] = {}
         self._policy = state / "policy.yaml"
-        self._jobs = 0
         self._up: subprocess.Popen[bytes] | None = None
 
     def bring_up(self) -> None:
@@ -64,18 +69,22 @@ class Relaunch(Contender):
             [*self._run("warm-up"), "true"], env=self._environment, capture_output=True, check=True
         )
 
+    def share_service(self, other: Relaunch) -> None:
+        """Use the service of another contender, which brings it up and takes it down."""
+        self._environment = other._environment
+
     def launch(self, folder: Path) -> None:
-        self._jobs += 1
         os.environ["RELAUNCH_STATE"] = str(self._state)
         command = [
-            *self._run(f"bench-{self._jobs}", "--env", f"BENCH_STARTS={self.starts_file}"),
-            *rank_command(),
+            *self._run(f"bench-{next(_NUMBERS)}", "--env", f"BENCH_STARTS={self.starts_file}"),
+            *self.command,
         ]
         self.spawn(command, folder / "run.log")
 
     def _run(self, name: str, *options: str) -> list[str]:
-        per_node = str(WORLD_SIZE // 2)
-        shape = ["--nodes", "2", "--nproc", per_node, "--policy", str(self._policy), "--name", name]
+        per_node = str(WORLD_SIZE // self.nodes)
+        shape = ["--nodes", str(self.nodes), "--nproc", per_node, *self.options]
+        shape += ["--policy", str(self._policy), "--name", name]
         return [sys.executable, str(ROOT / "starter.py"), "run", *shape, *options, "--"]
 
     def take_down(self) -> None:

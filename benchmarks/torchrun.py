@@ -8,7 +8,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from benchmarks.contenders import WORLD_SIZE, Contender, free_port, rank_command
+from benchmarks.contenders import WORLD_SIZE, Contender, free_port
 
 RESTARTS = 1000  # more than any benchmark has rounds: its budget must not end the run
 
@@ -47,8 +47,8 @@ class Torchrun(Contender):
                 command += ["--standalone"]
             if self._interval is not None:
                 command += ["--monitor-interval", str(self._interval)]
-            # --no-python: the ranks run under our interpreter, as those of the other contenders do.
-            self.spawn([*command, "--no-python", *rank_command()], folder / f"torchrun-{node}.log")
+            # --no-python: the ranks run under the interpreter of all contenders.
+            self.spawn([*command, "--no-python", *self.command], folder / f"torchrun-{node}.log")
 
 
 def version(python: str) -> str | None:

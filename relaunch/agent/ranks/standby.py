@@ -29,7 +29,7 @@ from relaunch.agent.failpoints import reach_failpoint
 from relaunch.agent.loop import is_from_this_user
 from relaunch.agent.protocol import Json, Refusal, Token, now, parse_token
 from relaunch.agent.ranks import journal, shim, spawn
-from relaunch.agent.state import JobState, read_boot_id, read_json, write_json
+from relaunch.agent.state import Generation, JobState, read_boot_id, read_json, write_json
 from relaunch.agent.warm.command import UnsuitableCommand
 from relaunch.agent.warm.python import WarmError, WarmPython
 
@@ -41,8 +41,11 @@ KEEP_TIMEOUT = 120.0
 """Seconds after the end of a generation for the next one to be prepared."""
 CHECK_INTERVAL = 1.0
 """Seconds between checks that the generation still runs."""
-TAKE_TIMEOUT = 1.0
-"""Timeout in seconds for it to take over a generation, which a launch waits for."""
+TAKE_TIMEOUT = 5.0
+"""Timeout in seconds for it to take over a generation, which takes milliseconds.
+
+A launch waits for it only if it hangs, which costs less than an import on a busy node.
+"""
 DEATH_TIMEOUT = 5.0
 """Timeout in seconds for SIGKILL to end it."""
 _MAX_MESSAGE = 1 << 22
@@ -66,7 +69,7 @@ def _folder(job: JobState) -> Path:
 def read_state(job: JobState) -> Optional[WarmState]:
     """Return what the last standby of a job has recorded; None if it had none in this boot."""
     record = read_json(_folder(job) / "standby.json")
-    if record is None or record["boot_id"] != read_boot_id(job.state):
+    if record is None or record.get("boot_id") != read_boot_id(job.state):
         return None
     process = processes.read_process(record["pid"])
     if process is not None and (process.started != record["started"] or not process.is_alive):
@@ -106,9 +109,9 @@ def leave_behind(job: JobState, order: Json) -> None:
     }
     record = read_json(_folder(job) / "standby.json") or {}
     known = read_state(job)
-    if known is not None and record.get("digest") == _digest(spec):
-        if known.process is not None or known.state == "cold":
-            return
+    is_same = record.get("digest") == _digest(spec)
+    if known is not None and is_same and (known.process is not None or known.state == "cold"):
+        return
     if known is not None and known.process is not None:
         _kill(known.process)
     _folder(job).mkdir(mode=0o700, exist_ok=True)
@@ -123,7 +126,7 @@ def _leave(job: JobState, spec: Json) -> None:
 
 def hand_over(
     job: JobState,
-    generation: shim.Generation,
+    generation: Generation,
     token: Token,
     record: Json,
     sockets: shim.ShimSockets,
@@ -164,6 +167,9 @@ def hand_over(
         return True
     # From here on it must never become the shim, whatever it has received.
     _kill(known.process)
+    path = _folder(job) / "standby.json"
+    record = {**(read_json(path) or {}), "state": "ended", "reason": "its Python did not answer"}
+    write_json(path, record, durable=False)
     return False
 
 
@@ -177,7 +183,8 @@ def _kill(process: processes.Process) -> None:
     deadline = time.monotonic() + DEATH_TIMEOUT
     while processes.is_alive(process.pid, process.started):
         if time.monotonic() > deadline:
-            raise Refusal("stuck", "the process that imports ahead does not die", pids=[process.pid])
+            reason = "the process that imports ahead does not die"
+            raise Refusal("stuck", reason, pids=[process.pid])
         time.sleep(0.002)
 
 
@@ -241,6 +248,9 @@ class Standby:
                 self._start_python()
             if self.state in ("cold", "ended"):
                 break
+        else:
+            self.state, self.reason = "ended", "the generation before was fenced, or long ago"
+            self._record()
         if self.python is not None:
             self.python.kill()
 
@@ -262,7 +272,8 @@ class Standby:
             "state": self.state,
             "reason": self.reason,
             "modules": self.spec["modules"],
-            "python": None if self.python is None or self.python.process is None
+            "python": None
+            if self.python is None or self.python.process is None
             else self.python.process.pid,
         }
         write_json(self.folder / "standby.json", record, durable=False)

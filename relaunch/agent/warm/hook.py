@@ -10,7 +10,19 @@ later). The other side of its socket is relaunch.agent.warm.python. It never ret
 that imports, whatever happens there: that process is no rank.
 """
 
+from __future__ import annotations
+
 import os
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # a rank is to find no more modules loaded than its own
+    import socket
+    from types import ModuleType
+    from typing import Any, Dict, Iterator, List, NoReturn, Optional, Tuple
+
+    Json = Dict[str, Any]
+    Version = Optional[Tuple[int, int, int]]
+    Rank = Tuple[Json, List[int]]
 
 FD_VARIABLE = "RELAUNCH_WARM_FD"
 """Names the descriptor of the socket to the agent."""
@@ -38,27 +50,27 @@ class Unsuitable(Exception):
 class Reads:
     """Which environment variables Python code reads while the modules are imported."""
 
-    def __init__(self):
-        self.names = set()
-        self._copied = None
-        self._own = {}
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self._copied: Any = None
+        self._own: dict[str, Any] = {}
 
-    def __enter__(self):
-        kind = type(os.environ)
+    def __enter__(self) -> Reads:
+        kind: Any = type(os.environ)
         for name in ("__getitem__", "__contains__", "__iter__"):
             self._own[name] = kind.__dict__.get(name)
         get, iterate = kind.__getitem__, kind.__iter__
         contains = kind.__contains__
 
-        def read(environment, key):
+        def read(environment: Any, key: Any) -> Any:
             self._add(key)
             return get(environment, key)
 
-        def look(environment, key):
+        def look(environment: Any, key: Any) -> Any:
             self._add(key)
             return contains(environment, key)
 
-        def walk(environment):
+        def walk(environment: Any) -> Iterator[Any]:
             # A copy of the whole is no reading of each: it is looked at, if at all, later.
             for key in iterate(environment):
                 self._copied = key
@@ -68,12 +80,12 @@ class Reads:
         kind.__getitem__, kind.__contains__, kind.__iter__ = read, look, walk
         return self
 
-    def _add(self, key):
+    def _add(self, key: Any) -> None:
         if key != self._copied:
             self.names.add(key if isinstance(key, str) else os.fsdecode(key))
 
-    def __exit__(self, *error):
-        kind = type(os.environ)
+    def __exit__(self, *error: object) -> None:
+        kind: Any = type(os.environ)
         for name, own in self._own.items():
             if own is None:
                 delattr(kind, name)
@@ -81,11 +93,11 @@ class Reads:
                 setattr(kind, name, own)
 
 
-def list_tasks():
+def list_tasks() -> list[str]:
     return os.listdir("/proc/self/task")
 
 
-def list_descriptors():
+def list_descriptors() -> dict[int, str]:
     found = {}
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -95,8 +107,8 @@ def list_descriptors():
     return found
 
 
-def is_shareable(number, target):
-    """Return whether forked processes may share this descriptor: it has no state of its own."""
+def is_shareable(number: int, target: str) -> bool:
+    """Return whether forked processes may share this descriptor: it has no state."""
     if target in HARMLESS:
         return True
     if not target.startswith("/") or target.startswith(("/dev/", "/memfd:")):
@@ -109,7 +121,7 @@ def is_shareable(number, target):
     return flags & os.O_ACCMODE == os.O_RDONLY
 
 
-def check_process(module, known):
+def check_process(module: str, known: dict[int, str]) -> None:
     """Refuse what a module has left behind that a fork would break or share.
 
     Args:
@@ -125,7 +137,7 @@ def check_process(module, known):
         for text in file:
             if any(device in text for device in DEVICES):
                 raise Unsuitable("%s opens the GPU when it is imported" % module)
-    children = []
+    children: list[str] = []
     for task in list_tasks():
         try:
             with open("/proc/self/task/%s/children" % task) as file:
@@ -149,7 +161,7 @@ def check_process(module, known):
             )
 
 
-def find_space():
+def find_space() -> tuple[int, int]:
     """Return where the environment lies that /proc shows of this process, and its size."""
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
@@ -159,11 +171,11 @@ def find_space():
     return start, end - start
 
 
-def serialize_environment(env):
+def serialize_environment(env: dict[str, str]) -> bytes:
     return b"".join(os.fsencode(k) + b"=" + os.fsencode(v) + b"\0" for k, v in env.items())
 
 
-def show_environment(env):
+def show_environment(env: dict[str, str]) -> None:
     """Let /proc show this environment, by which the agent finds its ranks."""
     start, size = find_space()
     text = serialize_environment(env)
@@ -172,7 +184,7 @@ def show_environment(env):
         memory.write(text.ljust(size, b"\0"))
 
 
-def set_environment(env):
+def set_environment(env: dict[str, str]) -> None:
     import posix
 
     for name in list(os.environ):
@@ -184,7 +196,7 @@ def set_environment(env):
     show_environment(env)
 
 
-def read_versions(modules):
+def read_versions(modules: dict[str, ModuleType]) -> dict[str, Version]:
     """Return what tells an edited file from the one that was imported, by path."""
     versions = {}
     for module in list(modules.values()):
@@ -194,7 +206,7 @@ def read_versions(modules):
     return versions
 
 
-def read_version(path):
+def read_version(path: str) -> Version:
     try:
         status = os.stat(path)
     except OSError:
@@ -205,27 +217,29 @@ def read_version(path):
 class Parent:
     """The process that imports, and then forks."""
 
-    def __init__(self, link, task):
+    def __init__(self, link: socket.socket, task: str) -> None:
         self.link = link
         self.task = task
         self.start = {k: v for k, v in os.environ.items() if k not in OWN_VARIABLES}
         self.has_own_site = False
         self.reads = Reads()
-        self.versions = {}
-        self.site_folders = {}
+        self.versions: dict[str, Version] = {}
+        self.site_folders: dict[str, Version] = {}
 
-    def send(self, value):
+    def send(self, value: Json) -> None:
         import json
 
         self.link.send(json.dumps(value).encode())
 
-    def run(self):
+    def run(self) -> bool:
         """Return in a forked rank only, with whether the user has a `sitecustomize`."""
         import sys
 
         try:
             if self.task == "probe":
-                self.send({"executable": os.readlink("/proc/self/exe"), "flags": sys.flags.isolated})
+                self.send(
+                    {"executable": os.readlink("/proc/self/exe"), "flags": sys.flags.isolated}
+                )
                 os._exit(0)
             try:
                 self.import_all()
@@ -243,13 +257,13 @@ class Parent:
         become(rank)
         return self.has_own_site
 
-    def import_all(self):
+    def import_all(self) -> None:
         import gc
         import importlib
         import json
         import sys
 
-        set_path(sys)
+        set_path()
         for name in list(os.environ):
             # Into memory of libc's: what a library keeps a pointer to stays as it is when the
             # environment that /proc shows is written over.
@@ -285,12 +299,12 @@ class Parent:
         gc.collect()
         gc.freeze()  # the collector of a rank would write to, and so copy, every page
 
-    def measure(self):
+    def measure(self) -> Json:
         with open("/proc/self/statm") as file:
             pages = int(file.read().split()[1])
         return {"bytes": pages * os.sysconf("SC_PAGE_SIZE")}
 
-    def serve(self):
+    def serve(self) -> Rank:
         """Fork a rank for each order; return in it, with its order and its descriptors."""
         while True:
             order, handles = receive(self.link)
@@ -304,7 +318,7 @@ class Parent:
             if forked is not None:
                 return forked
 
-    def find_obstacle(self, check):
+    def find_obstacle(self, check: Json) -> Optional[str]:
         """Return why the ranks of this order cannot be forked here, or None."""
         changed = [path for path, seen in self.versions.items() if read_version(path) != seen]
         if changed:
@@ -324,7 +338,7 @@ class Parent:
                     return "%s is different now" % name
         return find_shadow(check["folder"])
 
-    def fork(self, order, handles):
+    def fork(self, order: Json, handles: list[int]) -> Optional[Rank]:
         import json
 
         middle = os.fork()
@@ -344,15 +358,17 @@ class Parent:
         return order, handles
 
 
-def find_shadow(folder):
+def find_shadow(folder: Optional[str]) -> Optional[str]:
     """Return why a start from nothing would import another module than the one imported ahead.
 
     That is so where the folder of the script has a module of the same name; None if it has none.
     """
     import sys
 
+    if folder is None:
+        return None
     try:
-        names = os.listdir(folder) if folder is not None else ()
+        names = os.listdir(folder)
     except OSError:
         return None
     imported = {}
@@ -365,22 +381,26 @@ def find_shadow(folder):
         path = os.path.join(folder, name)
         if not dot:
             path = os.path.join(path, "__init__.py")
-        if top in imported and (not dot or ending == "py" or ending.endswith("so")):
-            if os.path.realpath(path) != imported[top] and os.path.exists(path):
-                return "%s has the name of a module that was imported ahead" % path
+        is_module = not dot or ending == "py" or ending.endswith("so")
+        if not is_module or top not in imported or not os.path.exists(path):
+            continue
+        if os.path.realpath(path) != imported[top]:
+            return "%s has the name of a module that was imported ahead" % path
     return None
 
 
-def set_path(sys):
+def set_path() -> None:
     """Take the folder of this file off the path again."""
+    import sys
+
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here]
     sys.path_importer_cache.pop(here, None)
 
 
-def restore_python_path(start):
+def restore_python_path(start: dict[str, str]) -> None:
     """Set PYTHONPATH as it was before this file's folder was put before it."""
-    first, _, rest = start["PYTHONPATH"].partition(os.pathsep)
+    _, _, rest = start["PYTHONPATH"].partition(os.pathsep)
     if rest:
         os.environ["PYTHONPATH"] = start["PYTHONPATH"] = rest
     else:
@@ -388,13 +408,13 @@ def restore_python_path(start):
         del start["PYTHONPATH"]
 
 
-def receive(link):
+def receive(link: socket.socket) -> tuple[Optional[Json], list[int]]:
     """Return the next order and its descriptors; None at the end."""
     import array
     import json
     import socket
 
-    handles = array.array("i")
+    handles: array.array[int] = array.array("i")
     data, extra, _, _ = link.recvmsg(1 << 20, socket.CMSG_SPACE(8 * handles.itemsize))
     for level, kind, content in extra:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -402,14 +422,13 @@ def receive(link):
     return (json.loads(data) if data else None), list(handles)
 
 
-def become(rank):
+def become(rank: Rank) -> None:
     """Turn this newly forked process into the rank.
 
     The descriptors: stdout, stderr, where an error is written to, and where the word to go comes
     from. Without that word, this process ends.
     """
     import importlib
-    import json
     import sys
 
     order, (stdout, stderr, failure, going) = rank
@@ -446,7 +465,7 @@ def become(rank):
     os.close(failure)
 
 
-def fail(failure, report):
+def fail(failure: int, report: Json) -> NoReturn:
     import json
 
     try:
@@ -455,13 +474,13 @@ def fail(failure, report):
         os._exit(127)
 
 
-def call_prctl(option, value):
+def call_prctl(option: int, value: int) -> None:
     import ctypes
 
     ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
 
 
-def await_parent(shim):
+def await_parent(shim: int) -> None:
     """Wait until the shim is the parent, and have the kernel kill this process when it dies."""
     import time
 
@@ -475,12 +494,12 @@ def await_parent(shim):
         os._exit(1)
 
 
-def allow_reading():
+def allow_reading() -> None:
     """See relaunch.agent.processes.allow_reading."""
     call_prctl(0x59616D61, (1 << 64) - 1)
 
 
-def set_limit(name, value):
+def set_limit(name: str, value: int) -> None:
     """See relaunch.agent.ranks.spawn: a soft limit, and the hard one where that is below it."""
     import errno
     import resource
@@ -496,7 +515,7 @@ def set_limit(name, value):
         raise PermissionError(errno.EPERM, reason if is_above else str(error)) from None
 
 
-def run():
+def run() -> bool:
     import socket
 
     link = socket.socket(fileno=int(os.environ[FD_VARIABLE]))

@@ -22,7 +22,7 @@ from relaunch.agent.warm.command import UnsuitableCommand, find_program, parse_c
 
 PROBE_TIMEOUT = 60.0
 """Timeout in seconds for Python itself to start. A cold network file system takes long."""
-ANSWER_TIMEOUT = 2.0
+ANSWER_TIMEOUT = 5.0
 """Timeout in seconds for an answer while a launch waits. A fork of a large process takes 0.05."""
 SPACE = 16384
 """Bytes by which the environment of a rank may be larger than that of the Python at its start."""
@@ -122,9 +122,7 @@ class WarmPython:
         try:
             os.setsid()
             processes.die_with(parent)
-            log = os.open(
-                self.folder / "output.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600
-            )
+            log = os.open(self.folder / "output.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             os.dup2(log, 1)
             os.dup2(log, 2)

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from relaunch.backends.base import (
@@ -232,11 +233,14 @@ class Launcher:
             )
             return Refusal(node, "cannot_start", reason)
         try:
-            return await self._run(node, ec2_id, token, request)
+            answer = await self._run(node, ec2_id, token, request)
         except UnknownInstance as error:
             raise Unreachable(node, error.reason) from error
         except AwsError as error:
             return convert_aws_error(node, error, "cannot_start")
+        if isinstance(answer, StartedRanks) and order.warm:
+            return replace(answer, cold="each generation is a new container of Amazon ECS")
+        return answer
 
     def _for_agent(self, ec2_id: str, order: StartOrder, port: int | None) -> dict[str, str]:
         if port is None:
@@ -280,7 +284,7 @@ class Launcher:
                 break
             if isinstance(answer, Task):
                 self._ran[ec2_id, token.namespace, token.job] = token, answer.arn
-                return StartedRanks(node, {}, already=False, cold=_explain_cold(order))
+                return StartedRanks(node, {}, already=False)
             if not answer.reason.startswith("MemberOf"):
                 return refuse_unplaced(node, ec2_id, answer)
             if unplaced is not None and time.monotonic() >= until:
@@ -291,7 +295,7 @@ class Launcher:
             await asyncio.sleep(LOOK_AGAIN)
             instance = await self._cluster.instance(ec2_id)
         self._ran[ec2_id, token.namespace, token.job] = token, arn
-        return StartedRanks(node, {}, already=True, cold=_explain_cold(order))
+        return StartedRanks(node, {}, already=True)
 
     async def _conflicting(self, ec2_id: str, token: Token, error: AwsError) -> str:
         """Return the ARN of the task that has the client token already.
@@ -439,11 +443,6 @@ def _outside_agent(definition: Definition, container: str) -> dict[str, str]:
     """
     name = "PYTHONUNBUFFERED"
     return {} if name in definition.variables.get(container, {}) else {name: "1"}
-
-
-def _explain_cold(order: StartOrder) -> str | None:
-    """Return why no rank is forked from modules that were imported ahead, if that was asked for."""
-    return "each generation is a new container of Amazon ECS" if order.warm else None
 
 
 def _environment(definition: Definition, order: StartOrder) -> dict[str, str]:
