@@ -88,7 +88,7 @@ def _address(job: JobState) -> Iterator[str]:
 
 
 def _digest(spec: Json) -> str:
-    """Return what tells one standby from another: all but what each generation has anew."""
+    """Return what tells one standby from another: all but what differs by generation."""
     content = [sys.argv[0], *(spec[name] for name in ("modules", "command", "workdir"))]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
