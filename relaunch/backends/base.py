@@ -157,6 +157,9 @@ class StartOrder:
     """Seconds after which ranks that no controller watches stop; None: they do not."""
     separate_stderr: bool = False
     """Whether each rank's stderr has a separate log."""
+    redact: tuple[str, ...] = ()
+    """Names of variables, `*` for any characters, whose values the node replaces in what ranks
+    wrote before it sends that."""
     gpus: int = 0
     """The number of GPUs that its ranks use on this node."""
     ecs: EcsTask | None = None

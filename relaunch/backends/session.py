@@ -137,6 +137,8 @@ class AgentSession:
             body["inherit_env"] = False
         if order.separate_stderr:
             body["separate_stderr"] = True
+        if order.redact:
+            body["redact"] = order.redact
         if order.umask is not None:
             body["umask"] = order.umask
         if order.limits:

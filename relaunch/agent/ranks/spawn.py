@@ -12,12 +12,12 @@ import resource
 import select
 import signal
 import time
-from typing import Dict, NoReturn, Tuple
+from typing import Dict, NoReturn, Optional, Tuple
 
 from relaunch.agent import disk, processes
 from relaunch.agent.failpoints import reach_failpoint
 from relaunch.agent.protocol import Json, Refusal, Token
-from relaunch.agent.ranks import flight, launched
+from relaunch.agent.ranks import flight, launched, redact
 from relaunch.agent.state import Generation, read_boot_id, write_json
 
 EXEC_TIMEOUT = 30.0
@@ -60,6 +60,18 @@ def make_rank_environment(
         "RELAUNCH_NODE_STATE": str(generation.state),
         **({launched.SEPARATE_STDERR: "1"} if order["separate_stderr"] else {}),
     }
+
+
+def make_redaction(order: Json, generation: Generation, token: Token) -> Optional[Json]:
+    """Return the record of the values that are replaced in what leaves the node; None: none."""
+    names = order["redact"]
+    return redact.make_record(
+        (
+            make_rank_environment(dict(os.environ), order, generation, token, index, 0)
+            for index in range(len(order["rank_env"]) if names else 0)
+        ),
+        names,
+    )
 
 
 def _become(
