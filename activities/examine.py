@@ -177,7 +177,6 @@ class NodeActivities:
             except BackendError as error:
                 return NoAnswer(error.reason)
 
-
     def _check_proof(self, order: RepairOrder) -> str:
         """Return why an order that acts on a node is not obeyed; empty: it is.
 

@@ -202,11 +202,12 @@ def _read_chunk(
                 break
     if not data:
         return None
+    shown = redactor.replace(read, matches, before, before + len(data))
     return {
         "rank": rank,
         "offset": offset,
         "next": offset + len(data),
-        "data": redactor.replace(read, matches, before, before + len(data)).decode(errors="replace"),
+        "data": shown.decode(errors="replace"),
     }
 
 

@@ -21,7 +21,7 @@ from relaunch.credentials import (
 )
 from relaunch.encryption import EncryptionCodec
 from relaunch.messages.ids import FLEET_ID_PREFIX
-from relaunch.temporal import read_first_key
+from relaunch.temporal import RunKey, read_first_key
 from relaunch.text import count_noun, format_time, join_names
 
 if TYPE_CHECKING:
@@ -134,11 +134,12 @@ async def _examine_keys(client: Client, running: tuple[RunningWorkflow, ...]) ->
     active = codec.active if isinstance(codec, EncryptionCodec) else None
     gate = asyncio.Semaphore(MAX_CALLS)
 
-    async def read(workflow: RunningWorkflow) -> str | None:
+    async def read(workflow: RunningWorkflow) -> RunKey | None:
         async with gate:
             return await read_first_key(client, workflow.id, workflow.run_id)
 
-    needed = Counter(await asyncio.gather(*(read(one) for one in running)))
+    keys = [one for one in await asyncio.gather(*(read(one) for one in running)) if one]
+    needed = Counter(one.id for one in keys)
     if active is None and set(needed) <= {None}:
         return Check("encryption", "payloads are not encrypted")
     begun = [
@@ -146,9 +147,11 @@ async def _examine_keys(client: Client, running: tuple[RunningWorkflow, ...]) ->
         for id, count in sorted(needed.items(), key=lambda one: one[0] or "")
     ]
     text = f"key {active} encrypts" if active else "nothing is encrypted from now on"
-    return Check(
-        "encryption", f"{text}; of the running workflows began {join_names(begun, 8) or 'none'}"
-    )
+    text = f"{text}; of the running workflows began {join_names(begun, 8) or 'none'}"
+    if isinstance(codec, EncryptionCodec) and codec.required:
+        lax = sum(not one.is_required for one in keys)
+        text += f"; {lax or 'none'} of them still {'takes' if lax == 1 else 'take'} plain messages"
+    return Check("encryption", text)
 
 
 async def _examine_build(

@@ -334,7 +334,7 @@ STEP = RepairStep("reboot", "gpus", "n2", "default", "repair/gpus/n2", "run-1")
 ORDERED = {"fleet": "gpus", "node": "n2", "strategy": "REBOOT_NODE", "power": False}
 
 
-def test_a_worker_does_to_a_node_only_what_a_person_has_signed_for_it(
+def test_a_worker_does_to_a_node_only_what_was_signed_for_it(
     keys: dict[str, Path],
 ) -> None:
     access = make_access(keys)

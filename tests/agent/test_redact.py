@@ -45,7 +45,7 @@ def test_values_are_replaced_in_each_form_that_a_program_prints() -> None:
     assert said["[redacted HF_TOKEN]"] == "[redacted OTHER]" and said["a"][2:] == [7, None]
 
 
-def test_which_variables_count_and_what_is_too_short_to_be_a_secret() -> None:
+def test_which_variables_count_and_what_is_too_short() -> None:
     environment = {
         "HF_TOKEN": SECRET,
         "WANDB_API_KEY": "planted-key",

@@ -156,9 +156,7 @@ class NodeRepair:
         """
         message = {**start.describe_repair(), "proof": _dump(start)}
         info = workflow.info()
-        signed = self._signed = read_signed(
-            info.namespace, info.workflow_id, REPAIR_ORDER, message
-        )
+        signed = self._signed = read_signed(info.namespace, info.workflow_id, REPAIR_ORDER, message)
         what = _describe_order(start)
         return self._check(PersonOrder("repair", what, start.by, signed))
 

@@ -139,7 +139,10 @@ class Redactor:
         parts = []
         for match in matches:
             if match.begin < end and match.end > begin:
-                parts += [data[begin : max(begin, match.begin)], f"[redacted {match.name}]".encode()]
+                parts += [
+                    data[begin : max(begin, match.begin)],
+                    f"[redacted {match.name}]".encode(),
+                ]
                 begin = match.end
         return b"".join([*parts, data[begin:end]])
 

@@ -115,6 +115,8 @@ def run(
 class Supervisor:
     node: str | None = None
     """This node's name, as the start order gives it."""
+    redactor = Redactor()
+    """Replaces secrets in what is sent; of the launch, once there is one."""
 
     def __init__(
         self,
@@ -174,7 +176,6 @@ class Supervisor:
         self.failed_at: float | None = None
         """When the launcher's log was first seen to report a failed rank."""
         self.progress: dict[int, RankProgress] = {}
-        self.redactor = Redactor()
         self.log_times = LogTimes(self.generation)
         self.pinged_at = self.read_at = self.asked_at = 0.0
         self.exit_at: float | None = None
