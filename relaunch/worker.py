@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import gc
 import hashlib
+import json
 import logging
 import os
 import signal
@@ -192,6 +193,17 @@ class WorkerFleets:
         """Return the dead man's switches, by fleet."""
         return {
             name: spec.heartbeat for name, spec in self.specs.items() if spec.heartbeat is not None
+        }
+
+    def list_rules(self) -> dict[str, str]:
+        """Return a digest of the rules of each fleet, empty for one without rules."""
+        return {
+            name: ""
+            if spec.access is None
+            else hashlib.sha256(
+                json.dumps(spec.access.model_dump(mode="json"), sort_keys=True).encode()
+            ).hexdigest()[:12]
+            for name, spec in self.specs.items()
         }
 
     def keep(self, path: Path) -> None:
@@ -416,6 +428,7 @@ def make_worker(
                 fleets.list_unusable,
                 pinger.list_status,
                 renewal.describe_expiry if renewal else str,
+                fleets.list_rules,
             ).read_worker_status,
             logs.read_logs,
             logs.read_stacks,

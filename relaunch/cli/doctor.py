@@ -83,6 +83,7 @@ async def examine_service(client: Client, task_queue: str) -> list[Check]:
     workers = await read_statuses(client, task_queue)
     if workers or any(build.has_worker(now) for build in builds.known):
         found += examine_files(workers)
+        found += examine_rules(workers)
         found += examine_heartbeats(workers, {one.id for one in running})
         found += [
             Check(
@@ -246,6 +247,33 @@ def examine_files(workers: list[WorkerStatus]) -> list[Check]:
             action = "mend the file, then restart the worker"
         found.append(
             Check("fleet files", f"{reason}; {result}, by worker {join_names(by, 4)}", action)
+        )
+    return found
+
+
+def examine_rules(workers: list[WorkerStatus]) -> list[Check]:
+    """Return a check for each worker that does not know who may do what in a fleet.
+
+    Orders to a job are checked by whichever worker of the task queue gets the activity.
+    """
+    found = []
+    said = {one.worker: one.rules for one in workers if one.rules is not None}
+    names = {name for rules in said.values() for name, digest in rules.items() if digest}
+    for fleet in sorted(names):
+        known = {rules[fleet] for rules in said.values() if rules.get(fleet)}
+        without = [worker for worker, rules in said.items() if not rules.get(fleet)]
+        if without:
+            text = f"not known to worker {join_names(without, 4)}: it takes every order to its jobs"
+        elif len(known) > 1:
+            text = "the fleet files of its workers differ in it, so the same order may be refused"
+        else:
+            continue
+        found.append(
+            Check(
+                f"access of {fleet}",
+                text,
+                "give all workers of this task queue the same file of the fleet",
+            )
         )
     return found
 
