@@ -15,6 +15,7 @@ from typing import Any, Literal
 from temporalio import activity
 from temporalio.exceptions import ApplicationError
 
+from relaunch.access.orders import STRATEGIES, RepairStep, SignedText, check_repair_step
 from relaunch.activities.power import cycle_power
 from relaunch.activities.stop import send_heartbeats
 from relaunch.backends.base import (
@@ -93,6 +94,9 @@ class RepairOrder:
     kernel_since: timedelta | None = None
     by: str = ""
     """Who ordered what acts on the node, and who approved it, for the node's own journal."""
+    signed: SignedText | None = None
+    """The order or the approval of a person, as the repair has received it; only with what acts on
+    the node."""
 
 
 class NodeActivities:
@@ -165,21 +169,42 @@ class NodeActivities:
         After a missing answer, the caller must check the node before it orders again.
         """
         backend = self._fleets.backend(order.fleet)
-        if (
-            self._fleets.spec(order.fleet).access is not None
-            and activity.info().workflow_type != REPAIR_WORKFLOW
-        ):
+        if refusal := self._check_proof(order):
+            return OrderRefused("not_proven", refusal)
+        async with send_heartbeats():
+            try:
+                return await _carry_out(backend, order)
+            except BackendError as error:
+                return NoAnswer(error.reason)
+
+    def _check_proof(self, order: RepairOrder) -> str:
+        """Return why an order that acts on a node is not obeyed; empty: it is.
+
+        Raises:
+            ApplicationError: It does not come from a repair.
+        """
+        spec, info = self._fleets.spec(order.fleet), activity.info()
+        if spec.access is None:
+            return ""
+        if info.workflow_type != REPAIR_WORKFLOW:
             # The server lets every client start an activity by itself, past all permits.
             raise ApplicationError(
                 f"{order.verb} of {order.node}: only a repair orders that",
                 type="BadInput",
                 non_retryable=True,
             )
-        async with send_heartbeats():
-            try:
-                return await _carry_out(backend, order)
-            except BackendError as error:
-                return NoAnswer(error.reason)
+        # With `repairs: act` jobs and fleets order repairs, which sign nothing.
+        if spec.repairs == "act" or order.verb not in STRATEGIES:
+            return ""
+        step = RepairStep(
+            order.verb,  # type: ignore[arg-type]
+            order.fleet,
+            order.node,
+            info.namespace,
+            info.workflow_id or "",
+            info.workflow_run_id or "",
+        )
+        return check_repair_step(spec.access, step, order.signed, datetime.now(UTC))
 
 
 async def _carry_out(backend: Backend, order: RepairOrder) -> RepairEvent:

@@ -332,6 +332,8 @@ class JobActivities:
             input.token, spec, len(gang.members), input.max_restarts, gang.master
         )
         given = {*environment, *secrets}
+        of_fleet = self._fleets.spec(spec.fleet).redact
+        redact = tuple(dict.fromkeys((*spec.secrets, *spec.redact, *of_fleet)))
         unwatched = input.timeouts.unwatched
         orders = {}
         for index, slot in enumerate(input.slots):
@@ -362,6 +364,7 @@ class JobActivities:
                 limits=spec.soft_limits,
                 separate_stderr=spec.output == "separate",
                 warm=spec.warm,
+                redact=redact,
             )
         started = await _call_each(
             input.token,

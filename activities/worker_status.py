@@ -17,14 +17,20 @@ class WorkerStatusActivities:
         unusable: Callable[[], tuple[UnusableFile, ...]],
         heartbeats: Callable[[], tuple[HeartbeatStatus, ...]],
         expiry: Callable[[], str] = str,
+        rules: Callable[[], dict[str, str]] = dict,
     ) -> None:
         self._client = client
         self._unusable = unusable
         self._heartbeats = heartbeats
         self._expiry = expiry
+        self._rules = rules
 
     @activity.defn
     async def read_worker_status(self) -> WorkerStatus:
         return WorkerStatus(
-            self._client.identity, self._unusable(), self._heartbeats(), self._expiry()
+            self._client.identity,
+            self._unusable(),
+            self._heartbeats(),
+            self._expiry(),
+            self._rules(),
         )

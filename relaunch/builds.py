@@ -230,7 +230,7 @@ async def wake(client: Client, workflow: RunningWorkflow) -> None:
     from temporalio.service import RPCError, RPCStatusCode
 
     try:
-        await client.get_workflow_handle(workflow.id).signal(UPGRADE_SIGNAL)
+        await client.get_workflow_handle(workflow.id).signal(UPGRADE_SIGNAL, {})
     except RPCError as error:
         if error.status is not RPCStatusCode.NOT_FOUND:
             raise

@@ -21,6 +21,7 @@ from temporalio.api.common.v1 import Payload
 from temporalio.converter import PayloadCodec
 
 from relaunch.config import KEYRING_VARIABLE, NO_KEY, ConfigError, Settings
+from relaunch.messages.seals import REQUIRED, SEALED
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -105,11 +106,15 @@ class EncryptionCodec(PayloadCodec):
     Args:
         ring: The keys; None: this process has none.
         active: The id of the key that encrypts; None: what is written is not encrypted.
+        required: Whether payloads that are not encrypted are refused, where that is asked for.
     """
 
-    def __init__(self, ring: KeyStore | None = None, active: str | None = None) -> None:
+    def __init__(
+        self, ring: KeyStore | None = None, active: str | None = None, required: bool = False
+    ) -> None:
         self._ring = ring
         self.active = active
+        self.required = required
 
     @property
     def has_keys(self) -> bool:
@@ -119,10 +124,13 @@ class EncryptionCodec(PayloadCodec):
         return [self.encrypt(one) for one in payloads]
 
     async def decode(self, payloads: Sequence[Payload]) -> list[Payload]:
-        """Raises:
-        UnreadablePayloadError: A payload's key is not here, or is not the one it was written with.
+        """Return payloads that say which of them were encrypted (`SEALED`).
+
+        Raises:
+            UnreadablePayloadError: A payload's key is not here, or is not the one it was written
+                with.
         """
-        return [self.decrypt(one) for one in payloads]
+        return [_seal(self.decrypt(one), one) for one in payloads]
 
     def encrypt(self, payload: Payload) -> Payload:
         if self.active is None:
@@ -130,6 +138,8 @@ class EncryptionCodec(PayloadCodec):
         cipher = self._ring.find(self.active) if self._ring is not None else None
         if cipher is None:
             raise self._miss(self.active)
+        if self.required:
+            payload = Payload(metadata={**payload.metadata, REQUIRED: b"1"}, data=payload.data)
         nonce = os.urandom(NONCE_BYTES)
         return Payload(
             metadata={
@@ -182,10 +192,11 @@ class ActivityCodec(PayloadCodec):
 
     The SDK fails an activity whose input cannot be decoded, and a failed activity may fail a job.
     This one says to the server that the activity is completed later, so the server offers it again
-    after its time-out, as if this worker had been killed.
+    after its time-out, as if this worker had been killed. So it does with one that is not encrypted
+    where that is required.
     """
 
-    def __init__(self, codec: PayloadCodec, report: Callable[[str], None]) -> None:
+    def __init__(self, codec: EncryptionCodec, report: Callable[[str], None]) -> None:
         self._codec, self._report = codec, report
 
     async def encode(self, payloads: Sequence[Payload]) -> list[Payload]:
@@ -193,10 +204,26 @@ class ActivityCodec(PayloadCodec):
 
     async def decode(self, payloads: Sequence[Payload]) -> list[Payload]:
         try:
-            return await self._codec.decode(payloads)
+            read = await self._codec.decode(payloads)
+            if self._codec.required and not all(SEALED in one.metadata for one in read):
+                raise UnreadablePayloadError(
+                    "its input is not encrypted, and this worker takes only encrypted ones"
+                    " (RELAUNCH_ENCRYPTION_REQUIRED)"
+                )
+            return read
         except ConfigError as error:
             self._report(str(error))
             raise _CompleteAsyncError from error
+
+
+def _seal(read: Payload, stored: Payload) -> Payload:
+    """Return a payload that says whether it was encrypted, whatever is written in it."""
+    if read is not stored:
+        read.metadata[SEALED] = b"1"
+    elif SEALED in read.metadata:
+        read = Payload(metadata=dict(read.metadata), data=read.data)
+        del read.metadata[SEALED]
+    return read
 
 
 def _decrypt(cipher: AESGCM, data: bytes) -> bytes | None:
@@ -217,6 +244,12 @@ def read_codec(settings: Settings) -> EncryptionCodec:
         ConfigError: A key that the settings name is not there, or cannot be used.
     """
     folder, active = settings.encryption_keys, settings.encryption_key
+    required = settings.encryption_required
+    if required and active in (None, NO_KEY):
+        raise ConfigError(
+            "RELAUNCH_ENCRYPTION_REQUIRED is set, and nothing is encrypted: expected"
+            " RELAUNCH_ENCRYPTION_KEY to be the id of a key"
+        )
     variable = os.environ.get(KEYRING_VARIABLE, "")
     if folder is not None and variable:
         raise ConfigError(
@@ -243,7 +276,7 @@ def read_codec(settings: Settings) -> EncryptionCodec:
             f"RELAUNCH_ENCRYPTION_KEY is {active!r}, which {ring.place} does not have: expected"
             f" one of {', '.join([*ids, NO_KEY])}"
         )
-    return EncryptionCodec(ring, active)
+    return EncryptionCodec(ring, active, required)
 
 
 def _parse_keyring(variable: str) -> dict[str, bytes]:

@@ -36,6 +36,8 @@ UP_FILE = "up.json"
 CONNECT_TIMEOUT_S = 10.0
 """Seconds: more than a server needs to restart (under 1 s), less than a person would wait."""
 CHECK_TIMEOUT = timedelta(seconds=5)
+MAX_CALLS = 32
+"""Most histories that are read at once."""
 RETENTION = timedelta(days=30)
 KEYWORD, INT, KEYWORD_LIST = "Keyword", "Int", "KeywordList"
 SEARCH_ATTRIBUTES = {
@@ -260,22 +262,67 @@ async def check_keys(client: Client, workflows: int = 10, histories: int = 1) ->
         return  # what is asked of the server next says why, and where
 
 
-async def read_first_key(client: Client, id: str, run_id: str) -> str | None:
-    """Return the id of the key that a run's input is encrypted with; None: it has none."""
+@dataclass(frozen=True, slots=True)
+class RunKey:
+    """How a run's input is encrypted."""
+
+    id: str | None
+    """The id of the key; None: it has none."""
+    is_required: bool = False
+    """Whether the run takes no message without a key."""
+
+
+async def read_first_key(client: Client, id: str, run_id: str) -> RunKey | None:
+    """Return how a run's input is encrypted; None: the run has ended meanwhile."""
     from temporalio.service import RPCError, RPCStatusCode
 
-    from relaunch.encryption import KEY_ID
+    from relaunch.encryption import KEY_ID, UnreadablePayloadError
+    from relaunch.messages.seals import REQUIRED
 
     try:
         payloads = await _read_first_input(client, id, run_id)
     except RPCError as error:
-        if error.status is not RPCStatusCode.NOT_FOUND:  # it has ended meanwhile
+        if error.status is not RPCStatusCode.NOT_FOUND:
             raise
         return None
-    for payload in payloads:
-        if key := payload.metadata.get(KEY_ID):
-            return key.decode(errors="replace")
-    return None
+    keys = [payload.metadata.get(KEY_ID) for payload in payloads]
+    if not keys or not all(keys):
+        return RunKey(None)
+    codec = client.data_converter.payload_codec
+    assert codec is not None
+    name = (keys[0] or b"").decode(errors="replace")
+    try:
+        read = await codec.decode(payloads)
+    except UnreadablePayloadError:
+        return RunKey(name)
+    return RunKey(name, all(REQUIRED in one.metadata for one in read))
+
+
+async def check_required(client: Client, running: Iterable[tuple[str, str]]) -> None:
+    """Prove that all running workflows began with a key, so that none stops if that is required.
+
+    Args:
+        client: Reads their histories.
+        running: Their ids and run ids.
+
+    Raises:
+        ConfigError: One did not.
+    """
+    gate = asyncio.Semaphore(MAX_CALLS)
+
+    async def find_plain(id: str, run_id: str) -> str | None:
+        async with gate:
+            key = await read_first_key(client, id, run_id)
+        return id if key is not None and key.id is None else None
+
+    found = await asyncio.gather(*(find_plain(*one) for one in running))
+    plain = [id for id in found if id is not None]
+    if plain:
+        more = f" and {len(plain) - 1} more" if plain[1:] else ""
+        raise ConfigError(
+            f"RELAUNCH_ENCRYPTION_REQUIRED is set, and {plain[0]}{more} began without a key, so"
+            " nothing is done: leave it unset until `relaunch doctor` says that all began with one"
+        )
 
 
 async def _read_first_input(client: Client, id: str, run_id: str) -> list[Payload]:

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import gc
 import hashlib
+import json
 import logging
 import os
 import signal
@@ -48,7 +49,7 @@ from relaunch.activities.worker_status import WorkerStatusActivities
 from relaunch.backends.artifact import build_agent
 from relaunch.backends.base import Backend, EventQueue
 from relaunch.backends.local import LocalBackend
-from relaunch.builds import HEARTBEAT_INTERVAL, build_id, deployment
+from relaunch.builds import HEARTBEAT_INTERVAL, build_id, deployment, list_running
 from relaunch.cli.files import read_fleet
 from relaunch.config import (
     ConfigError,
@@ -58,13 +59,14 @@ from relaunch.config import (
     read_settings,
 )
 from relaunch.credentials import ServerUnavailable, read_credentials
-from relaunch.encryption import ActivityCodec
+from relaunch.encryption import ActivityCodec, EncryptionCodec
 from relaunch.handover import Handover
 from relaunch.messages.workers import UnusableFile
 from relaunch.renewal import Renewal, make_renewable
 from relaunch.spec.fleet import DeadManSwitch, FleetSpec
 from relaunch.temporal import (
     check_keys,
+    check_required,
     connect,
     ensure_namespace,
     explain_refusal,
@@ -191,6 +193,17 @@ class WorkerFleets:
         """Return the dead man's switches, by fleet."""
         return {
             name: spec.heartbeat for name, spec in self.specs.items() if spec.heartbeat is not None
+        }
+
+    def list_rules(self) -> dict[str, str]:
+        """Return a digest of the rules of each fleet, empty for one without rules."""
+        return {
+            name: ""
+            if spec.access is None
+            else hashlib.sha256(
+                json.dumps(spec.access.model_dump(mode="json"), sort_keys=True).encode()
+            ).hexdigest()[:12]
+            for name, spec in self.specs.items()
         }
 
     def keep(self, path: Path) -> None:
@@ -381,7 +394,7 @@ def make_worker(
         LogActivities(fleets, settings.state / ARCHIVE),
     )
     people = PeopleActivities(fleets, client, settings.task_queue, settings.web_ui or "")
-    runner = TaskRunner()
+    runner = TaskRunner(required=settings.encryption_required)
     worker = Worker(
         client,
         task_queue=settings.task_queue,
@@ -415,6 +428,7 @@ def make_worker(
                 fleets.list_unusable,
                 pinger.list_status,
                 renewal.describe_expiry if renewal else str,
+                fleets.list_rules,
             ).read_worker_status,
             logs.read_logs,
             logs.read_stacks,
@@ -450,7 +464,7 @@ def _leave_unreadable_activities(worker: Worker, client: Client) -> None:
     The SDK has one converter for both, no public name for this, and its version is pinned.
     """
     converter = client.data_converter
-    if converter.payload_codec is None:
+    if not isinstance(converter.payload_codec, EncryptionCodec):
         return
     codec = ActivityCodec(converter.payload_codec, _report_unreadable)
     assert worker._activity_worker is not None
@@ -535,6 +549,9 @@ async def _reach_server(settings: Settings, stop: asyncio.Event) -> tuple[Client
             credentials = read_credentials()
             client = make_renewable(await connect(settings.state))
             await check_keys(client, CHECKED_WORKFLOWS, CHECKED_HISTORIES)
+            if settings.encryption_required:
+                running = await list_running(client, settings.task_queue)
+                await check_required(client, [(one.id, one.run_id) for one in running])
             await ensure_namespace(client)
             server = await read_server_id(client)
             return client, Renewal(client, settings.state, credentials, server)

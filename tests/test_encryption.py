@@ -27,6 +27,7 @@ from relaunch.cli.codec_server import CodecServer, CodecServerOptions, choose_op
 from relaunch.config import KEYRING_VARIABLE, ConfigError, Settings, describe_settings
 from relaunch.converter import MAX_PLAIN_BYTES
 from relaunch.encryption import ActivityCodec, UnreadablePayloadError, read_codec
+from relaunch.messages.seals import REQUIRED, SEALED
 from relaunch.temporal import data_converter
 
 PLANTED = "planted-text"
@@ -131,6 +132,26 @@ async def test_an_activity_that_cannot_be_read_is_left_and_not_failed(keys: Path
         await codec.decode([payload])
     assert "key 'first'" in said[0]
     assert await ActivityCodec(read_codec(settings(keys)), said.append).decode([payload])
+
+
+async def test_a_plain_activity_is_left_where_keys_are_required(
+    keys: Path,
+) -> None:
+    required = settings(keys).model_copy(update={"encryption_required": True})
+    (plain,) = await data_converter(Settings()).encode([PLANTED])
+    plain.metadata[SEALED] = b"1"
+    said: list[str] = []
+    with pytest.raises(_CompleteAsyncError):
+        await ActivityCodec(read_codec(required), said.append).decode([plain])
+    assert "its input is not encrypted" in said[0]
+    (payload,) = await data_converter(required).encode([PLANTED])
+    (read,) = await ActivityCodec(read_codec(required), said.append).decode([payload])
+    assert SEALED in read.metadata and REQUIRED in read.metadata
+    # A process that does not ask for it reads both.
+    assert await data_converter(settings(keys)).decode([payload, plain]) == [PLANTED, PLANTED]
+    for active in (None, "none"):
+        with pytest.raises(ConfigError, match="REQUIRED is set, and nothing is encrypted"):
+            read_codec(required.model_copy(update={"encryption_key": active}))
 
 
 async def test_keys_may_be_in_a_variable_that_nothing_prints(

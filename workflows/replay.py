@@ -7,11 +7,12 @@ from functools import cache
 from temporalio.client import WorkflowHistory
 from temporalio.converter import DataConverter
 from temporalio.runtime import Runtime, TelemetryConfig
-from temporalio.worker import Replayer, UnsandboxedWorkflowRunner
+from temporalio.worker import Replayer
 
 from relaunch.workflows.fleet.workflow import Fleet
 from relaunch.workflows.node_repair.workflow import NodeRepair
 from relaunch.workflows.notifier.workflow import Notifier
+from relaunch.workflows.sealing import SealedRunner
 from relaunch.workflows.training_job.workflow import TrainingJob
 
 WORKFLOWS = (TrainingJob, NodeRepair, Fleet, Notifier)
@@ -32,7 +33,7 @@ async def find_difference(
         workflows=WORKFLOWS,
         namespace=namespace,
         data_converter=converter,
-        workflow_runner=UnsandboxedWorkflowRunner(),
+        workflow_runner=SealedRunner(),
         runtime=_make_runtime(),
     )
     result = await replayer.replay_workflow(history, raise_on_replay_failure=False)

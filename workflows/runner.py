@@ -8,25 +8,25 @@ cannot be replayed: docs/decisions/0049-events-that-come-with-a-query.md.
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 from temporalio.bridge.proto.workflow_activation import WorkflowActivation
 from temporalio.bridge.proto.workflow_completion import WorkflowActivationCompletion
-from temporalio.worker import (
-    UnsandboxedWorkflowRunner,
-    Worker,
-    WorkflowInstance,
-    WorkflowInstanceDetails,
-)
-from temporalio.workflow import Info
+from temporalio.worker import Worker, WorkflowInstance, WorkflowInstanceDetails
+
+from relaunch.workflows.sealing import SealedRunner, WrappedInstance
 
 log = logging.getLogger("relaunch.runner")
 
 
-class TaskRunner(UnsandboxedWorkflowRunner):
-    """Runs workflows outside the sandbox. It has to be attached to its worker."""
+class TaskRunner(SealedRunner):
+    """Runs workflows outside the sandbox. It has to be attached to its worker.
 
-    def __init__(self) -> None:
+    Args:
+        required: Whether a workflow whose input is not encrypted is not run.
+    """
+
+    def __init__(self, required: bool = False) -> None:
+        super().__init__(required)
         self._worker: Worker | None = None
 
     def attach(self, worker: Worker) -> Worker:
@@ -47,11 +47,12 @@ class TaskRunner(UnsandboxedWorkflowRunner):
         self._worker._bridge_worker.request_workflow_eviction(run)
 
 
-class _TaskInstance(WorkflowInstance):
+class _TaskInstance(WrappedInstance):
     """A workflow that leaves the cache once it took events that came before their workflow task."""
 
     def __init__(self, instance: WorkflowInstance, runner: TaskRunner) -> None:
-        self._instance, self._runner = instance, runner
+        super().__init__(instance)
+        self._runner = runner
         self._events = 0
         self._bytes = 0
 
@@ -71,15 +72,3 @@ class _TaskInstance(WorkflowInstance):
         """
         is_longer = 0 < self._events < act.history_length
         return is_longer and not act.is_replaying and 0 < self._bytes == act.history_size_bytes
-
-    def get_serialization_context(self, command_info: Any) -> Any:
-        return self._instance.get_serialization_context(command_info)
-
-    def get_external_store_context(self, command_info: Any) -> Any:
-        return self._instance.get_external_store_context(command_info)
-
-    def get_info(self) -> Info:
-        return self._instance.get_info()
-
-    def get_thread_id(self) -> int | None:
-        return self._instance.get_thread_id()

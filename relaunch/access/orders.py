@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, Literal
 
 from relaunch.access.signatures import SignatureError, verify
 from relaunch.fields import StrictModel, duration
@@ -23,6 +23,8 @@ and a server that is slow to take it."""
 REPAIR_PROOF_LIFETIME = timedelta(hours=4)
 """How long a fleet knows which repair a signature has ordered: each repair is a workflow of its
 own, and knows of no other."""
+REPAIR_ORDER, REPAIR_ANSWER = "NodeRepair", "answer"
+"""What a person signs who orders a repair, and who approves one."""
 MAX_BY = 80
 """Characters of a caller's name that are kept."""
 UNNAMED = "an unnamed caller"
@@ -169,6 +171,79 @@ def check_order(
         refusal = f"{caller} may not {order.what} without proof of who they are: {proof}"
         return OrderVerdict(caller, refusal, used)
     return OrderVerdict(caller, used=used)
+
+
+@dataclass(frozen=True, slots=True)
+class RepairStep:
+    """What a worker is to do to a node, and the repair that orders it."""
+
+    verb: Literal["reset-gpus", "reboot", "power-cycle"]
+    fleet: str
+    node: str
+    namespace: str
+    workflow: str
+    run: str
+    """Workflow and run as the server states them to the worker."""
+
+
+STRATEGIES = {"reset-gpus": "RESET_GPU", "reboot": "REBOOT_NODE", "power-cycle": "REBOOT_NODE"}
+
+
+def check_repair_step(
+    access: Access, step: RepairStep, signed: SignedText | None, now: datetime
+) -> str:
+    """Return why no person has ordered or approved a step of a repair; empty: one has.
+
+    The workflow has checked the same before it asked. A worker that is asked cannot know whether
+    it was relaunch's workflow that did: everyone who may write to the namespace can run another
+    under its name.
+
+    Args:
+        access: The rules of the fleet file.
+        step: What is to be done.
+        signed: The order or the approval that the repair has received.
+        now: The time by this machine's clock.
+    """
+    if "repair" in access.unproven:
+        return ""
+    what = f"{step.verb} of {step.node} is not done by this worker"
+    if signed is None:
+        return f"{what}: no signed order or approval came with it"
+    try:
+        if len(signed.text) > MAX_SIGNED:
+            raise SignatureError("it signs too long a text")
+        key = verify(signed.proof.signature, signed.text.encode())
+        content = json.loads(signed.text)
+        age = now - datetime.fromisoformat(content["at"])
+        fields, order = content["fields"], content["order"]
+        receiver = content["namespace"], content["workflow"]
+        said = fields.get("fleet"), fields.get("node"), fields.get("strategy")
+    except SignatureError as error:
+        return f"{what}: the signature of its order is not valid: {error}"
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return f"{what}: the text that was signed is no order"
+    person = access.find_key_owner(key)
+    if person is None or "repair" not in access.rights_of(access.role_of(person)):
+        return f"{what}: {person or 'the owner of an unknown key'} may not repair"
+    workflow = f"repair/{step.fleet}/{step.node}"
+    if step.workflow != workflow:
+        return f"{what}: it was ordered by {step.workflow}, expected {workflow}"
+    if order == REPAIR_ANSWER:
+        is_of_it = receiver == (step.namespace, f"{workflow}/{step.run}")
+        is_of_it = is_of_it and fields.get("decision") == "approve"
+    else:
+        # Without a strategy the examination chooses it.
+        is_of_it = order == REPAIR_ORDER and receiver == (step.namespace, workflow)
+        is_of_it = is_of_it and said[:2] == (step.fleet, step.node)
+        is_of_it = is_of_it and said[2] in (None, STRATEGIES[step.verb])
+        if step.verb == "power-cycle" and said[2] is not None:
+            is_of_it = is_of_it and fields.get("power") is True
+    if not is_of_it:
+        return f"{what}: {person} has signed another order"
+    if abs(age) > REPAIR_PROOF_LIFETIME:
+        days = duration(timedelta(seconds=int(abs(age).total_seconds())))
+        return f"{what}: {person} has signed it {days} ago, expected at most 4 h"
+    return ""
 
 
 def describe_claimed(by: str) -> str:

@@ -12,6 +12,7 @@ from relaunch.agent.file_changes import FileChanges
 from relaunch.agent.node import gpu_users, gpus, hold, reboots
 from relaunch.agent.protocol import VERSION, Fields, Json, Refusal, refuse_field
 from relaunch.agent.ranks import journal, log_times, retention
+from relaunch.agent.ranks.redact import Redactor
 from relaunch.agent.state import Generation, JobState, read_boot_id, read_json
 
 POLL_INTERVAL = 0.05
@@ -20,6 +21,8 @@ the kernel does not tell of changes."""
 CHECK_INTERVAL = 1.0
 """Seconds between checks where it does: a log that was removed and made again is a link, to which
 changes are not told."""
+WRITE_TIME = 1.0
+"""Seconds after which what a rank has written is not the first part of one piece of text."""
 MAX_LOOK_BACK_BYTES = 65536
 """Bytes before an offset in which the begin of its line is looked for."""
 
@@ -158,10 +161,13 @@ def _find_line(path: Path, offset: int) -> int:
     return begin + at + 1 if at >= 0 or begin == 0 else offset
 
 
-def _read_chunk(path: Path, rank: int, offset: int, limit: int, whole: bool) -> Json | None:
+def _read_chunk(
+    path: Path, rank: int, offset: int, limit: int, whole: bool, redactor: Redactor
+) -> Json | None:
     """Read a log from an offset.
 
-    A character whose bytes are not all there yet is left for the next read, unless `whole`.
+    A character whose bytes are not all there yet is left for the next read, unless `whole`. So is
+    what may be the begin of a value to replace, while it is being written.
     """
     try:
         with open(path, "rb") as file:
@@ -172,10 +178,19 @@ def _read_chunk(path: Path, rank: int, offset: int, limit: int, whole: bool) -> 
                     "this log outgrew its share of the disk]\n"
                 )
                 return {"rank": rank, "offset": offset, "next": begin, "data": left_out}
-            file.seek(offset)
-            data = file.read(limit)
+            before = min(redactor.longest, offset)
+            file.seek(offset - before)
+            read = file.read(before + limit + redactor.longest)
+            is_fresh = time.time() < os.fstat(file.fileno()).st_mtime + WRITE_TIME
     except FileNotFoundError:
         return None
+    matches = redactor.find(read)
+    end = min(len(read), before + limit)
+    # A value is never in two chunks.
+    end = next((match.end for match in matches if match.begin < end < match.end), end)
+    if is_fresh and not whole and end == len(read):
+        end = redactor.find_unfinished(read, max([before, *(one.end for one in matches)]))
+    data = read[before:end]
     if not whole or len(data) == limit:
         for back in range(1, min(4, len(data))):
             if data[-back] & 0xC0 == 0xC0:
@@ -187,11 +202,12 @@ def _read_chunk(path: Path, rank: int, offset: int, limit: int, whole: bool) -> 
                 break
     if not data:
         return None
+    shown = redactor.replace(read, matches, before, before + len(data))
     return {
         "rank": rank,
         "offset": offset,
         "next": offset + len(data),
-        "data": data.decode(errors="replace"),
+        "data": shown.decode(errors="replace"),
     }
 
 
@@ -232,11 +248,12 @@ def read_logs(state: Path, order: Fields, reading: int) -> Json:
         )
         begins[str(rank)], sizes[str(rank)] = offsets[rank], _find_size(log)
     changes: FileChanges | None = None
+    redactor = Redactor.read(generation)
     try:
         while True:
             over = _has_ended(generation, ranks)
             read_chunks = [
-                _read_chunk(logs[rank], rank, offset, limit, over)
+                _read_chunk(logs[rank], rank, offset, limit, over, redactor)
                 for rank, offset in offsets.items()
             ]
             chunks = [chunk for chunk in read_chunks if chunk is not None]

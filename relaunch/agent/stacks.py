@@ -18,6 +18,7 @@ from typing import Deque, List, Optional, Tuple, Union
 from relaunch.agent import connections, flight_records, processes, py_spy, reports, tools
 from relaunch.agent.loop import parse, take_line
 from relaunch.agent.protocol import Fields, Json, line, refuse_field
+from relaunch.agent.ranks.redact import Redactor
 from relaunch.agent.state import Generation
 
 WITHIN = 20.0
@@ -76,7 +77,7 @@ def read_stacks(state: Path, order: Fields) -> Json:
         for row in rows:
             row.setdefault("unreadable", f"not read within {within:g} s")
         return {"outcome": "done", "stacks": rows}
-    return {"outcome": "done", "stacks": found["rows"]}
+    return {"outcome": "done", "stacks": Redactor.read(generation).redact(found["rows"])}
 
 
 class _Reader:

@@ -159,6 +159,9 @@ class StartOrder:
     """Whether each rank's stderr has a separate log."""
     warm: tuple[str, ...] = ()
     """Modules to import ahead, so that the next generation is forked from them."""
+    redact: tuple[str, ...] = ()
+    """Names of variables, `*` for any characters, whose values the node replaces in what ranks
+    wrote before it sends that."""
     gpus: int = 0
     """The number of GPUs that its ranks use on this node."""
     ecs: EcsTask | None = None

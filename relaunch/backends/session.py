@@ -139,6 +139,8 @@ class AgentSession:
             body["separate_stderr"] = True
         if order.warm:
             body["warm"] = list(order.warm)
+        if order.redact:
+            body["redact"] = order.redact
         if order.umask is not None:
             body["umask"] = order.umask
         if order.limits:

@@ -21,7 +21,7 @@ from relaunch.credentials import (
 )
 from relaunch.encryption import EncryptionCodec
 from relaunch.messages.ids import FLEET_ID_PREFIX
-from relaunch.temporal import read_first_key
+from relaunch.temporal import RunKey, read_first_key
 from relaunch.text import count_noun, format_time, join_names
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ async def examine_service(client: Client, task_queue: str) -> list[Check]:
     workers = await read_statuses(client, task_queue)
     if workers or any(build.has_worker(now) for build in builds.known):
         found += examine_files(workers)
+        found += examine_rules(workers)
         found += examine_heartbeats(workers, {one.id for one in running})
         found += [
             Check(
@@ -134,11 +135,12 @@ async def _examine_keys(client: Client, running: tuple[RunningWorkflow, ...]) ->
     active = codec.active if isinstance(codec, EncryptionCodec) else None
     gate = asyncio.Semaphore(MAX_CALLS)
 
-    async def read(workflow: RunningWorkflow) -> str | None:
+    async def read(workflow: RunningWorkflow) -> RunKey | None:
         async with gate:
             return await read_first_key(client, workflow.id, workflow.run_id)
 
-    needed = Counter(await asyncio.gather(*(read(one) for one in running)))
+    keys = [one for one in await asyncio.gather(*(read(one) for one in running)) if one]
+    needed = Counter(one.id for one in keys)
     if active is None and set(needed) <= {None}:
         return Check("encryption", "payloads are not encrypted")
     begun = [
@@ -146,9 +148,11 @@ async def _examine_keys(client: Client, running: tuple[RunningWorkflow, ...]) ->
         for id, count in sorted(needed.items(), key=lambda one: one[0] or "")
     ]
     text = f"key {active} encrypts" if active else "nothing is encrypted from now on"
-    return Check(
-        "encryption", f"{text}; of the running workflows began {join_names(begun, 8) or 'none'}"
-    )
+    text = f"{text}; of the running workflows began {join_names(begun, 8) or 'none'}"
+    if isinstance(codec, EncryptionCodec) and codec.required:
+        lax = sum(not one.is_required for one in keys)
+        text += f"; {lax or 'none'} of them still {'takes' if lax == 1 else 'take'} plain messages"
+    return Check("encryption", text)
 
 
 async def _examine_build(
@@ -243,6 +247,33 @@ def examine_files(workers: list[WorkerStatus]) -> list[Check]:
             action = "mend the file, then restart the worker"
         found.append(
             Check("fleet files", f"{reason}; {result}, by worker {join_names(by, 4)}", action)
+        )
+    return found
+
+
+def examine_rules(workers: list[WorkerStatus]) -> list[Check]:
+    """Return a check for each worker that does not know who may do what in a fleet.
+
+    Orders to a job are checked by whichever worker of the task queue gets the activity.
+    """
+    found = []
+    said = {one.worker: one.rules for one in workers if one.rules is not None}
+    names = {name for rules in said.values() for name, digest in rules.items() if digest}
+    for fleet in sorted(names):
+        known = {rules[fleet] for rules in said.values() if rules.get(fleet)}
+        without = [worker for worker, rules in said.items() if not rules.get(fleet)]
+        if without:
+            text = f"not known to worker {join_names(without, 4)}: it takes every order to its jobs"
+        elif len(known) > 1:
+            text = "the fleet files of its workers differ in it, so the same order may be refused"
+        else:
+            continue
+        found.append(
+            Check(
+                f"access of {fleet}",
+                text,
+                "give all workers of this task queue the same file of the fleet",
+            )
         )
     return found
 

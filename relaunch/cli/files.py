@@ -237,7 +237,7 @@ def _explain(error: ErrorDetails) -> str:
 
 def _is_secret(where: Where) -> bool:
     """Return whether a value may be a secret that was written where its source belongs."""
-    return bool({"secrets", "agent_key", "secret", "webhook", "apprise"} & set(where))
+    return bool({"secrets", "agent_key", "secret", "webhook", "apprise", "redact"} & set(where))
 
 
 # --- unknown keys

@@ -41,3 +41,6 @@ class WorkerStatus:
     certificate_expiry: str = ""
     """A sentence about a certificate of its connection to the server that has ended or ends within
     14 days; empty: none does."""
+    rules: dict[str, str] | None = None
+    """A digest of the `access:` section of each fleet that it serves, by the fleet's name; empty:
+    the file has none. None: it is of a release that does not say so."""

@@ -11,6 +11,24 @@ from collections.abc import Mapping
 RESERVED_VARIABLES = ("RELAUNCH_", "TORCHELASTIC_")
 """The agent sets these itself, or they would let a job act in the name of another."""
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+VARIABLES = re.compile(r"[A-Za-z_*][A-Za-z0-9_*]*")
+"""The name of a variable, or with `*` for any characters, of several."""
+
+
+def check_redacted(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Validate names of variables whose values are redacted.
+
+    Raises:
+        ValueError: One is no name of variables.
+    """
+    for name in names:
+        if not VARIABLES.fullmatch(name):
+            # Not the text: it may be the value.
+            raise ValueError(
+                f"item {names.index(name) + 1} is not the name of a variable: expected names such"
+                " as WANDB_API_KEY or *_TOKEN, and not their values"
+            )
+    return names
 
 
 def serialize_environment(variables: Mapping[str, str]) -> bytes:

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from relaunch.evidence.causes import Cause
 from relaunch.fields import Duration, Name, StrictModel
 from relaunch.spec.access import Access
+from relaunch.spec.environment import check_redacted
 from relaunch.spec.job import EcsTask, SecretReference
 
 
@@ -395,6 +396,10 @@ class FleetSpec(StrictModel):
     """Whom to notify, and how."""
     heartbeat: DeadManSwitch | None = None
     """The dead man's switch that notices when nothing watches this fleet any more."""
+    redact: Annotated[
+        tuple[str, ...], Field(max_length=64, repr=False), AfterValidator(check_redacted)
+    ] = ()
+    """The same as `redact` of a job file, for all jobs of this fleet."""
     access: Access | None = None
     """Who may do what; without it everyone who reaches the server may do everything."""
     ssh: SshOptions = SshOptions()

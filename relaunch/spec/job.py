@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from relaunch.fields import Name, StrictModel, Text, compile_pattern
-from relaunch.spec.environment import RESERVED_VARIABLES, VARIABLE
+from relaunch.spec.environment import RESERVED_VARIABLES, VARIABLE, check_redacted
 from relaunch.spec.progress import PRESETS
 from relaunch.text import count_noun
 
@@ -286,6 +286,11 @@ class JobSpec(StrictModel):
     """Whether ranks also get the variables that the node itself has: PATH, HOME and the like."""
     secrets: dict[str, SecretReference] = Field(default={})
     """Variables whose values the worker reads at each launch, and which are stored nowhere."""
+    redact: Annotated[
+        tuple[str, ...], Field(max_length=64, repr=False), AfterValidator(check_redacted)
+    ] = ()
+    """Variables, beside those of `secrets`, whose values the nodes replace in what is read of this
+    job's logs and error files: `[WANDB_API_KEY, '*_TOKEN']` (docs/jobs.md)."""
     workdir: Text | None = None
     """Absolute path on the nodes; default: the folder in which `submit` was typed, where nodes are
     on this machine."""

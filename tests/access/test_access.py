@@ -18,10 +18,12 @@ from relaunch.access.orders import (
     OrderVerdict,
     PersonOrder,
     Proof,
+    RepairStep,
     SignedText,
     UsedProof,
     build_text,
     check_order,
+    check_repair_step,
     read_signed,
 )
 from relaunch.access.signatures import SignatureError, verify
@@ -326,3 +328,60 @@ def test_a_name_cannot_act_on_a_terminal_or_fill_a_page() -> None:
     verdict = check_order(access, "gpus", order, NOW)
     assert verdict.by.isprintable() and verdict.refusal.isprintable()
     assert len(verdict.by) < 100 and verdict.by.endswith(" (claimed)")
+
+
+STEP = RepairStep("reboot", "gpus", "n2", "default", "repair/gpus/n2", "run-1")
+ORDERED = {"fleet": "gpus", "node": "n2", "strategy": "REBOOT_NODE", "power": False}
+
+
+def test_a_worker_does_to_a_node_only_what_was_signed_for_it(
+    keys: dict[str, Path],
+) -> None:
+    access = make_access(keys)
+    answered = "repair/gpus/n2/run-1"
+
+    def sign_as(
+        who: str, receiver: str = "repair/gpus/n2", order: str = "NodeRepair", **fields: Any
+    ) -> SignedText:
+        said = fields if order == "answer" else {**ORDERED, **fields}
+        return sign_order(keys[who], receiver, order, said, at=NOW, namespace="default")
+
+    def check(signed: SignedText | None, now: datetime = NOW, **step: Any) -> str:
+        return check_repair_step(access, replace(STEP, **step), signed, now)
+
+    ada = sign_as("ada")
+    approval = sign_as("ada", answered, "answer", decision="approve")
+    late = NOW + timedelta(hours=3)
+    assert check(ada) == check(ada, late) == check(approval) == ""
+    assert check(sign_as("ada", strategy=None), verb="reset-gpus") == ""
+    assert check(sign_as("ada", power=True), verb="power-cycle") == ""
+    refused = {
+        "no signed order": check(None),
+        "rita may not repair": check(sign_as("rita")),
+        "olaf may not repair": check(sign_as("olaf", answered, "answer", decision="approve")),
+        "is not valid: it is not one of this order": check(
+            replace(ada, text=ada.text.replace("n2", "n3")), node="n3", workflow="repair/gpus/n3"
+        ),
+        "expected repair/gpus/n2": check(ada, workflow="repair/gpus/n9"),
+        "expected at most 4 h": check(ada, NOW + timedelta(hours=5)),
+    }
+    # What is signed is `[1]`: a signature of it proves a person, and orders nothing.
+    refused["is no order"] = check(
+        SignedText("[1]", Proof(at="", nonce="", signature=sign(keys["ada"], "[1]")))
+    )
+    for words, refusal in refused.items():
+        assert words in refusal and refusal.startswith("reboot of n"), (words, refusal)
+    others = [
+        check(ada, verb="reset-gpus"),
+        check(ada, verb="power-cycle"),
+        check(ada, node="n3", workflow="repair/gpus/n3"),
+        check(ada, fleet="other", workflow="repair/other/n2"),
+        check(ada, namespace="second"),
+        check(approval, run="run-2"),
+        check(sign_as("ada", answered, "answer", decision="deny")),
+        check(sign_as("ada", "fleet/gpus/r", "pause")),
+    ]
+    assert all("ada has signed another order" in refusal for refusal in others), others
+    # Where the file lets callers repair who prove nothing, there is nothing to check.
+    lax = make_access(keys, unproven=["repair"])
+    assert check_repair_step(lax, STEP, None, NOW) == ""

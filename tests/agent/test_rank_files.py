@@ -10,6 +10,7 @@ import pytest
 from relaunch.agent.ranks.evidence import read_error, read_tail
 from relaunch.agent.ranks.progress import RankProgress
 from relaunch.agent.ranks.rank_files import open_plain
+from relaunch.agent.ranks.redact import Redactor
 from relaunch.agent.state import Generation
 
 
@@ -21,8 +22,8 @@ def pipe(tmp_path: Path) -> Path:
 
 
 def test_a_pipe_in_the_place_of_a_file_is_unreadable(pipe: Path) -> None:
-    assert read_error(pipe) == {"unreadable": "it is no regular file"}
-    assert read_tail(pipe) == []
+    assert read_error(pipe, Redactor()) == {"unreadable": "it is no regular file"}
+    assert read_tail(pipe, Redactor()) == []
 
 
 def test_a_pipe_in_the_place_of_a_progress_file_is_unreadable(tmp_path: Path) -> None:

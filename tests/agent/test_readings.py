@@ -20,6 +20,7 @@ from relaunch.agent.ranks.progress import (
     parse_file,
     read_last_step,
 )
+from relaunch.agent.ranks.redact import Redactor
 from relaunch.agent.state import Generation
 
 
@@ -170,15 +171,15 @@ def test_an_epoch_beyond_all_numbers_is_unreadable(generation: Generation) -> No
 
 def test_the_last_lines_are_short_and_harmless(generation: Generation) -> None:
     progress = RankProgress(generation, 0, None)
-    assert (progress.printed_at(), progress.read_tail()) == (0.0, [])
+    assert (progress.printed_at(), progress.read_tail(Redactor())) == (0.0, [])
     log = generation.log_path(0)
     log.write_text("one\n\x1b[2J\x1b]0;title\x07two\x07\n\n  \nbar 1%\rbar 2%\x1b[A\rbar 3%")
     assert progress.printed_at() > 0.0
-    assert progress.read_tail() == ["one", "two", "bar 1%", "bar 2%", "bar 3%"]
+    assert progress.read_tail(Redactor()) == ["one", "two", "bar 1%", "bar 2%", "bar 3%"]
     log.write_bytes(b"x" * 100_000 + b"\n" + b"y" * 5000 + b"\n\xff\n")
-    assert progress.read_tail() == ["y" * 300, "\ufffd"]
+    assert progress.read_tail(Redactor()) == ["y" * 300, "\ufffd"]
     log.write_bytes(b"z" * 100_000)
-    assert progress.read_tail() == ["z" * 300]
+    assert progress.read_tail(Redactor()) == ["z" * 300]
 
 
 def test_a_pattern_that_takes_long_is_given_up_and_says_so(generation: Generation) -> None:
@@ -254,25 +255,25 @@ def test_a_torn_file_keeps_the_last_step_and_no_cut_number(
 )
 def test_error_files_in_both_forms(generation: Generation, error: object) -> None:
     generation.error_path(0).write_text(json.dumps(error))
-    assert evidence.read_error(generation.error_path(0)) == error
+    assert evidence.read_error(generation.error_path(0), Redactor()) == error
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[1]", b'"text"', b"{}", b"\xff\xfe", b"x" * 300000])
 def test_error_files_that_say_nothing(generation: Generation, text: bytes) -> None:
-    assert evidence.read_error(generation.error_path(0)) is None
+    assert evidence.read_error(generation.error_path(0), Redactor()) is None
     generation.error_path(0).write_bytes(text)
-    assert list(evidence.read_error(generation.error_path(0)) or {}) == ["unreadable"]
+    assert list(evidence.read_error(generation.error_path(0), Redactor()) or {}) == ["unreadable"]
 
 
 def test_the_end_of_a_log_is_bounded(generation: Generation) -> None:
     generation.log_path(0).write_text("".join(f"{number} {'x' * 1000}\n" for number in range(100)))
-    found = evidence.read_tail(generation.log_path(0))
+    found = evidence.read_tail(generation.log_path(0), Redactor())
     assert found[-1].startswith("99 ")
     assert sum(map(len, found)) <= 16_384
     assert all(line[0].isdigit() for line in found)
     generation.log_path(0).write_text("y" * 20000)
-    assert evidence.read_tail(generation.log_path(0)) == ["y" * 16_384]
-    assert evidence.read_tail(generation.log_path(1)) == []
+    assert evidence.read_tail(generation.log_path(0), Redactor()) == ["y" * 16_384]
+    assert evidence.read_tail(generation.log_path(1), Redactor()) == []
 
 
 def test_a_torn_journal_goes_on_after_its_last_whole_line(generation: Generation) -> None:

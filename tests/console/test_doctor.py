@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,8 +13,10 @@ from temporalio.client import Client
 from temporalio.service import RPCError, RPCStatusCode
 
 from relaunch.cli import worker_status
-from relaunch.cli.doctor import examine_files, examine_heartbeats
+from relaunch.cli.doctor import examine_files, examine_heartbeats, examine_rules
+from relaunch.config import Settings
 from relaunch.messages.workers import HeartbeatStatus, UnusableFile, WorkerStatus
+from relaunch.worker import make_fleets
 
 NOW = datetime(2026, 11, 26, 3, 12, tzinfo=UTC)
 RUNS = {"fleet/lab"}
@@ -97,3 +100,26 @@ def test_a_dead_mans_switch_is_well_failing_or_without_a_fleet() -> None:
     assert "the fleet does not run" in idle.text
     assert idle.action == "`relaunch nodes list --fleet lab` starts it"
     assert examine_heartbeats([WorkerStatus("1@a")], RUNS) == []
+
+
+def test_a_worker_without_the_rules_of_a_fleet_is_named() -> None:
+    old, knows = WorkerStatus("1@old"), WorkerStatus("1@a", rules={"gpus": "d1", "lab": ""})
+    assert examine_rules([old, knows, WorkerStatus("1@b", rules={"gpus": "d1"})]) == []
+    for other in ({}, {"gpus": ""}, {"lab": ""}):
+        (found,) = examine_rules([knows, WorkerStatus("1@b", rules=other), old])
+        assert found.subject == "access of gpus" and found.action
+        assert "not known to worker 1@b: it takes every order" in found.text
+    (found,) = examine_rules([knows, WorkerStatus("1@b", rules={"gpus": "d2"})])
+    assert "differ" in found.text
+
+
+def test_a_digest_of_rules_is_that_of_their_meaning(tmp_path: Path) -> None:
+    people = ("a: {role: admin}", "b: {role: operator}")
+    files = []
+    for number, order in enumerate((people, people[::-1], people[:1], ())):
+        access = "access: {people: {" + ", ".join(order) + "}}\n" if order else ""
+        files.append(tmp_path / f"{number}.yaml")
+        head = f"name: f{number}\nbackend: local\nnodes: [{{name: n1, address: 127.0.0.1}}]\n"
+        files[-1].write_text(head + access)
+    rules = make_fleets(Settings(state=tmp_path / "state", fleets=tuple(files))).list_rules()
+    assert rules["f0"] == rules["f1"] != rules["f2"] != "" == rules["f3"]

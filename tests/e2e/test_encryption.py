@@ -1,11 +1,16 @@
-"""What Temporal's server stores of a job with faults, as bytes of its database and of a backup."""
+"""What Temporal's server stores of a job with faults, as bytes of its database and of a backup; and
+where else the secrets of a job, a fleet and a worker could have got to."""
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import json
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -20,10 +25,14 @@ from relaunch.cli.upgrade import read_task_failure
 from relaunch.config import KEYRING_VARIABLE, ConfigError
 from relaunch.messages.logs import ReadIncidentsInput, ReadIncidentsOutput
 from relaunch.temporal import connect
-from tests.chaos.world import FLEET, QUEUE, World, chaos_policy, eventually
+from tests.chaos.world import FLEET, QUEUE, ROOT, World, chaos_policy, eventually
+from tests.receivers import Webhook, webhook
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 SECRET, FILED = "planted-of-a-secret", "planted-of-an-env-file"
+HOOK, SIGNING, API_KEY = "planted-of-an-address", "planted-of-a-webhook", "planted-of-an-api-key"
+SECRETS = [SECRET, FILED, HOOK, SIGNING, API_KEY]
+"""Of the job, which prints its two; of the webhook; and of the way to the server."""
 PLANTED = {
     name: f"planted-{name.replace(' ', '-')}"
     for name in (
@@ -51,7 +60,8 @@ PLANTED = {
 }
 PROGRAM = f"""
 import os, pathlib, sys, time
-print({PLANTED["log line"]!r}, flush=True)
+secrets = os.environ["TOKEN"] + " " + os.environ["FILED"]
+print({PLANTED["log line"]!r}, secrets, flush=True)
 step = 0
 while not pathlib.Path("stop").exists():
     step += 1
@@ -59,7 +69,7 @@ while not pathlib.Path("stop").exists():
     time.sleep(0.05)
     if os.environ["RANK"] == "0" and pathlib.Path("fail").exists():
         pathlib.Path("fail").unlink()
-        raise RuntimeError({PLANTED["exception"]!r})  # {PLANTED["source line"]}
+        raise RuntimeError({PLANTED["exception"]!r} + secrets)  # {PLANTED["source line"]}
 """
 STILL_SHOWN = ("job/faulty", f"fleet/{FLEET}", "RUNNING", "APPLICATION", "RESTART_IN_PLACE", "n1")
 """Of the search attributes and ids: docs/encryption.md."""
@@ -84,7 +94,9 @@ def find(texts: Iterable[str], files: Iterable[Path]) -> set[str]:
 
 
 def find_in_processes(text: str) -> list[str]:
-    """Return what has a text in its command line, or in its environment without being a rank."""
+    """Return what has a text in its command line or environment. Of ranks their own secrets do not
+    count."""
+    is_of_ranks = text in (SECRET, FILED)
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -92,9 +104,15 @@ def find_in_processes(text: str) -> list[str]:
             variables = (process / "environ").read_bytes()
             if text.encode() in words:
                 found.append(f"command line {words!r}")
-            if text.encode() in variables and b"\0RANK=" not in variables:
+            is_given = is_of_ranks and b"\0RANK=" in variables
+            if text.encode() in variables and not is_given:
                 found.append(f"environment of {words!r}")
     return found
+
+
+def is_worker(found: str, key: str) -> bool:
+    """Return whether it is the worker or a command, whose environment has the API key."""
+    return bool(key) and found.startswith("environment of ") and "er.py" in found
 
 
 def write_key(folder: Path, id: str) -> None:
@@ -103,20 +121,29 @@ def write_key(folder: Path, id: str) -> None:
     (folder / id).write_text(base64.b64encode(os.urandom(32)).decode() + "\n")
 
 
-async def play(world: World, folder: Path, rotate: bool) -> None:
+async def play(world: World, folder: Path, hook: Webhook, rotate: bool) -> None:
     """Run a job with faults, ordered about by a person, with a new key in the middle."""
     work = folder / PLANTED["work folder"]
     work.mkdir()
     (work / "train.py").write_text(PROGRAM)
     secret, filed = folder / PLANTED["secrets file"], folder / PLANTED["environment file"]
-    for path, text in ((secret, SECRET), (filed, f"FILED={FILED}\n")):
+    address, signing = folder / "hook", folder / "signing"
+    for path, text in (
+        (secret, SECRET),
+        (filed, f"FILED={FILED}\n"),
+        (address, f"{hook.url}/{HOOK}"),
+        (signing, SIGNING),
+    ):
         path.touch(mode=0o600)
         path.write_text(text)
+    with world.fleet_file.open("a") as file:
+        file.write(f"notify: [{{webhook: {{file: {address}}}, secret: {{file: {signing}}}}}]\n")
+    keys = [path.read_text().strip() for path in (folder / "keys").glob("*")]
 
     async def order(*words: str) -> str:
         code, output = await world.run_starter(*words)
         assert code == 0, output
-        assert SECRET not in output and FILED not in output
+        assert not any(text in output for text in (*SECRETS, *keys))
         return output
 
     job = await world.submit(
@@ -128,6 +155,7 @@ async def play(world: World, folder: Path, rotate: bool) -> None:
         env={"SHOWN": PLANTED["variable"], "WHO": PLANTED["person"]},
         env_file=str(filed),
         secrets={"TOKEN": {"file": str(secret)}},
+        redact=["FILE*"],
         checkpoint={"directory": PLANTED["checkpoint folder"]},
         progress={"log_pattern": rf"({PLANTED['log pattern']}|step) (?P<step>\d+)"},
         metadata={"annotations": {"note": PLANTED["annotation"]}},
@@ -143,34 +171,60 @@ async def play(world: World, folder: Path, rotate: bool) -> None:
     await job.until_phase("RUNNING", generation=3)
     change = ("policy", "change", "faulty", "--set", "max_restarts=50")
     await order(*change, "--reason", PLANTED["policy change"])
+    await world.worker.end(signal.SIGTERM)
+    # This server asks for no API key, and gets one all the same.
+    world.environment |= {"TEMPORAL_API_KEY": API_KEY, "TEMPORAL_TLS": "false"}
     if rotate:
-        await world.worker.end(signal.SIGTERM)
         world.environment["RELAUNCH_ENCRYPTION_KEY"] = "second"
-        await world.worker.start()
+    await world.worker.start()
     await fail(3)
     await fail(4)
-    assert SECRET not in str(await job.incidents())
+    incidents = str(await job.incidents())
+    assert not any(text in incidents for text in SECRETS)
+    assert "[redacted TOKEN] [redacted FILED]" in incidents
     fleet = ("--fleet", FLEET, "--reason")
     await order("nodes", "quarantine", "n3", *fleet, PLANTED["quarantine"])
     await order("nodes", "release", "n3", *fleet, PLANTED["release"])
     await order("nodes", "pause", *fleet, PLANTED["pause"])
     await order("nodes", "resume", *fleet, PLANTED["resume"])
-    assert find_in_processes(SECRET) == [] and find_in_processes(FILED) == []
+    for text in (*SECRETS, *keys):
+        allowed = API_KEY if text == API_KEY else ""
+        assert [one for one in find_in_processes(text) if not is_worker(one, allowed)] == []
     await order("nodes", "repair", "n4", "--reboot", *fleet, PLANTED["repair"])
     for page in ("show", "history", "report", "next"):
         await order(page, "faulty", "--json")
     output = await order("logs", "faulty")
     assert PLANTED["log line"] in output
     await order("nodes", "list", "--fleet", FLEET, "--json")
+    assert "[redacted TOKEN] [redacted FILED]" in output
     await order("cancel", "faulty", "--reason", PLANTED["cancel"])
     await job.until_phase("CANCELLED")
     await order("history", "faulty")
+    # What people get of a job that failed for good.
+    (work / "fail").touch()
+    await world.submit(
+        name="doomed",
+        nodes=1,
+        policy=chaos_policy(max_restarts=0),
+        command=[world.python, "-S", "train.py"],
+        workdir=str(work),
+        env_file=str(filed),
+        secrets={"TOKEN": {"file": str(secret)}},
+        redact=["FILED"],
+    )
+
+    async def is_notified() -> bool:
+        return "doomed" in str(hook.bodies) and "[redacted TOKEN]" in str(hook.bodies)
+
+    await eventually(is_notified, "people get no notice of the failed job")
+    assert not any(text in str(hook.bodies) for text in (SECRET, FILED, SIGNING, API_KEY, *keys))
+    assert HOOK not in str(hook.bodies)
 
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RELAUNCH_ENCRYPTION_KEYS", "RELAUNCH_ENCRYPTION_KEY", KEYRING_VARIABLE):
-        monkeypatch.delenv(name, raising=False)
+    for name in [name for name in os.environ if name.startswith(("RELAUNCH_", "TEMPORAL_"))]:
+        monkeypatch.delenv(name)
 
 
 @pytest.mark.parametrize("encrypts", [True, False])
@@ -183,21 +237,31 @@ async def test_a_database_and_its_backup_hold_nothing_that_was_planted(
         monkeypatch.setenv("RELAUNCH_ENCRYPTION_KEY", "first")
         write_key(tmp_path / "keys", "second")
     folder = tmp_path / "world"
-    async with World(folder, 60 + encrypts, nodes=1, spares=3, answer_within=5.0) as world:
-        await play(world, tmp_path, rotate=encrypts)
-        state = folder / "state"
-        (state / DATABASE).symlink_to(folder / "temporal.db")
-        back_up(state, tmp_path / "copy")
-        database = list(folder.glob("temporal.db*"))
-        copy = [path for path in (tmp_path / "copy").rglob("*") if path.is_file()]
-        everything = [path for path in folder.rglob("*") if path.is_file()]
-        assert {path.name for path in database} >= {"temporal.db", "temporal.db-wal"}
-        for files in (database, copy):
-            expected = set() if encrypts else set(PLANTED.values())
-            assert find(PLANTED.values(), files) == expected
-            assert find(STILL_SHOWN, files) == set(STILL_SHOWN)
-        # Environments of jobs of `run` are in the copy; this job's file is the user's own.
-        assert find([SECRET, FILED], [*everything, *copy]) == set()
+    with webhook() as hook:
+        async with World(folder, 60 + encrypts, nodes=1, spares=3, answer_within=5.0) as world:
+            await play(world, tmp_path, hook, rotate=encrypts)
+            search(folder, tmp_path, encrypts)
+
+
+def search(folder: Path, outer: Path, encrypts: bool) -> None:
+    """Search everything that was written while the job ran."""
+    state = folder / "state"
+    (state / DATABASE).symlink_to(folder / "temporal.db")
+    back_up(state, outer / "copy")
+    database = list(folder.glob("temporal.db*"))
+    copy = [path for path in (outer / "copy").rglob("*") if path.is_file()]
+    everything = [path for path in folder.rglob("*") if path.is_file()]
+    assert {path.name for path in database} >= {"temporal.db", "temporal.db-wal"}
+    for files in (database, copy):
+        expected = set() if encrypts else set(PLANTED.values())
+        assert find(PLANTED.values(), files) == expected
+        assert find(STILL_SHOWN, files) == set(STILL_SHOWN)
+    # Environments of jobs of `run` are in the copy; this job's file is the user's own, and so is
+    # what its ranks print into their logs.
+    keys = [path.read_text().strip() for path in (outer / "keys").glob("*")]
+    logs = [path for path in everything if path.match("jobs/*/*/logs/rank_*.log")]
+    assert find([SECRET, FILED], logs) == {SECRET, FILED}
+    assert find([*SECRETS, *keys], {*everything, *copy} - {*logs}) == set()
 
 
 async def test_what_a_worker_cannot_read_waits_for_its_key(
@@ -251,3 +315,63 @@ async def test_what_a_worker_cannot_read_waits_for_its_key(
         for one in (job, other):
             one.let_end()
             await one.until_phase("SUCCEEDED")
+
+
+def test_up_keeps_keys_to_its_workers_where_they_are_required(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = base64.b64encode(os.urandom(32)).decode()
+    folder, secret = tmp_path / "up", tmp_path / "secret"
+    folder.mkdir()
+    secret.touch(mode=0o600)
+    secret.write_text(SECRET)
+    (folder / "train.py").write_text(PROGRAM.replace('os.environ["FILED"]', '""'))
+    command = ["python3", "-S", "train.py"]
+    job = {"name": "kept", "command": command, "secrets": {"TOKEN": {"file": str(secret)}}}
+    (folder / "job.yaml").write_text(json.dumps(job))
+    monkeypatch.setenv(KEYRING_VARIABLE, f"first:{key}")
+    monkeypatch.setenv("RELAUNCH_ENCRYPTION_KEY", "first")
+    monkeypatch.setenv("RELAUNCH_ENCRYPTION_REQUIRED", "true")
+    output = ""
+
+    def order(*words: str) -> str:
+        nonlocal output
+        words = (sys.executable, str(ROOT / "starter.py"), *words)
+        done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
+        output += done.stdout + done.stderr
+        assert "no such command" not in done.stderr
+        return done.stdout
+
+    def await_output(expected: str, *words: str) -> None:
+        deadline = time.monotonic() + 240
+        while expected not in order(*words):
+            assert time.monotonic() < deadline, output
+            time.sleep(0.2)
+
+    words = [sys.executable, str(ROOT / "starter.py"), "up", "--port", "0", "--ui-port", "0"]
+    with (
+        (tmp_path / "up.log").open("w") as log,
+        subprocess.Popen(words, cwd=folder, stdout=log, stderr=log, start_new_session=True) as up,
+    ):
+        try:
+            await_output("no jobs", "jobs")
+            order("submit", "job.yaml")
+            await_output("[redacted TOKEN]", "logs", "kept")
+            (folder / "fail").touch()
+            await_output('"generation": 2', "show", "kept", "--json")
+            await_output("[redacted TOKEN]", "history", "kept", "--json")
+            found = {text: find_in_processes(text) for text in (SECRET, key)}
+            assert found[SECRET] == []
+            # Those of a test run have it, too: their environment is that of this process.
+            others = ("relaunch-", "temporal", "session", "train.py")
+            assert [one for one in found[key] if any(word in one for word in others)] == []
+            order("cancel", "kept", "--reason", "done")
+            await_output("CANCELLED", "jobs", "--json")
+        finally:
+            os.killpg(up.pid, signal.SIGTERM)
+            up.wait(60)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    logs = [path for path in files if path.match("jobs/*/*/logs/rank_*.log")]
+    assert logs and find([SECRET, key], {*files, tmp_path / "up.log"} - {*logs}) == set()
+    assert find([PLANTED["exception"]], folder.rglob("temporal.db*")) == set()
+    assert SECRET not in output and key not in output

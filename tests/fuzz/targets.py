@@ -27,6 +27,7 @@ from relaunch.agent.py_spy import parse_dump as parse_stacks_file
 from relaunch.agent.ranks import journal
 from relaunch.agent.ranks.evidence import read_error, read_tail
 from relaunch.agent.ranks.progress import ProgressError, parse_file
+from relaunch.agent.ranks.redact import Redactor
 from relaunch.backends import answers
 from relaunch.backends.base import ProtocolError
 from relaunch.backends.ecs.events import read_event
@@ -531,8 +532,8 @@ ERROR_FILE = {
 )
 def check_error_file(content: bytes) -> None:
     with written(content) as path:
-        raw = bounded(len(content), lambda: read_error(path))
-        for line in read_tail(path):
+        raw = bounded(len(content), lambda: read_error(path, Redactor()))
+        for line in read_tail(path, Redactor()):
             assert "\n" not in line
     observe({"error": raw})
 

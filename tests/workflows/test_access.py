@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from temporalio import workflow
 from temporalio.client import WorkflowFailureError, WorkflowHandle, WorkflowUpdateFailedError
+from temporalio.worker import Worker
 
 from relaunch.access.orders import REFUSED, Proof
 from relaunch.activities.examine import RepairOrder
@@ -385,6 +387,49 @@ async def test_orders_of_repairs(make_rig: MakeRig, keys: dict[str, Path]) -> No
                 schedule_to_close_timeout=timedelta(seconds=20),
             )
         assert "only a repair orders that" in str(failed.value.__cause__ or failed.value)
+
+
+@workflow.defn(name="NodeRepair", sandboxed=False)
+class ForgedRepair:
+    """A workflow of a stranger's own worker, under the name and id of a repair."""
+
+    @workflow.run
+    async def run(self, order: RepairOrder, queue: str) -> Any:
+        return await workflow.execute_activity(
+            "order_repair", order, task_queue=queue, schedule_to_close_timeout=timedelta(seconds=20)
+        )
+
+
+@pytest.mark.long
+async def test_a_worker_checks_itself_what_a_person_has_signed(
+    make_rig: MakeRig, keys: dict[str, Path]
+) -> None:
+    async with make(make_rig, repairs="ask", access=write_access(keys)) as rig:
+        fleet = rig.fleets.known.name
+        id_ = f"repair/{fleet}/n2"
+        forged = RepairOrder(fleet, "n2", "x", "reboot", timedelta(seconds=5), "boot")
+        queue = f"stranger-{fleet}"
+        async with Worker(rig.client, task_queue=queue, workflows=[ForgedRepair]):
+            said = await rig.client.execute_workflow(
+                "NodeRepair", args=[forged, rig.queue], id=id_, task_queue=queue
+            )
+        assert said["why"] == "not_proven" and "no signed order" in said["reason"]
+        assert rig.backend.upkeep == []
+        # The same by the real workflow, with a signature.
+        await rig.tell_fleet("apply", {})
+        await until(lambda: is_read(rig), "read")
+        ada = Caller("ada", keys["ada"])
+        order = NodeRepairInput(
+            fleet=fleet,
+            node="n2",
+            strategy=Strategy.REBOOT_NODE,
+            reason="it is slow",
+            by=ada.by,
+            deadline=datetime.now(UTC) + timedelta(minutes=5),
+        )
+        order = replace(order, proof=ada.prove(rig, id_, "NodeRepair", order.describe_repair()))
+        assert (await repair(rig, order, id_)).outcome == "done"
+        assert [one.kind for one in rig.backend.upkeep].count("rebooted") == 1
 
 
 async def repair(rig: Rig, order: NodeRepairInput, id_: str) -> NodeRepairResult:

@@ -11,6 +11,7 @@ from temporalio.common import RetryPolicy
 from temporalio.exceptions import ActivityError, is_cancelled_exception
 
 with workflow.unsafe.imports_passed_through():
+    from relaunch.access.orders import SignedText
     from relaunch.activities.examine import (
         DIAGNOSE_TIMEOUTS,
         NodeActivities,
@@ -62,6 +63,7 @@ async def send_order(
     id: str,
     decision: ProbeNode | RunDiag | Order,
     approved_by: str = "",
+    signed: SignedText | None = None,
 ) -> RepairEvent:
     """Have a worker carry out the decision on the node, and return what came of it.
 
@@ -74,7 +76,7 @@ async def send_order(
     if acts:
         approval = approved_by if approved_by != repair.by else ""
         by = f"{repair.by}, approved by {approval}" if approval else repair.by
-        order = replace(order, reason=order.reason or decision.reason, by=by)
+        order = replace(order, reason=order.reason or decision.reason, by=by, signed=signed)
     try:
         return await workflow.execute_activity_method(
             NodeActivities.order_repair,

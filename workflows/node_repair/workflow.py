@@ -23,9 +23,12 @@ from temporalio.exceptions import ApplicationError
 
 with workflow.unsafe.imports_passed_through():
     from relaunch.access.orders import (
+        REPAIR_ANSWER,
+        REPAIR_ORDER,
         REPAIR_PROOF_LIFETIME,
         OrderVerdict,
         PersonOrder,
+        SignedText,
         UsedProof,
         check_order,
         read_signed,
@@ -93,8 +96,6 @@ TELL_TIMEOUT = timedelta(seconds=10)
 MAX_ORDERED_REPAIR = REPAIR_PROOF_LIFETIME / 2
 """How long a repair may take that a person orders where `access` is set; the command line gives it
 40 minutes."""
-ORDER = "NodeRepair"
-"""What a person signs who orders a repair: the name of the workflow."""
 
 Result = TypeVar("Result")
 
@@ -116,6 +117,8 @@ class NodeRepair:
         self._telling: asyncio.Task[None] | None = None
         """The last notice to people, on its way."""
         self._used_proofs: tuple[UsedProof, ...] = ()
+        self._signed: SignedText | None = None
+        """The order or the approval of a person that holds now."""
 
     @workflow.run
     async def run(self, start: NodeRepairInput) -> NodeRepairResult:
@@ -153,7 +156,7 @@ class NodeRepair:
         """
         message = {**start.describe_repair(), "proof": _dump(start)}
         info = workflow.info()
-        signed = read_signed(info.namespace, info.workflow_id, ORDER, message)
+        signed = self._signed = read_signed(info.namespace, info.workflow_id, REPAIR_ORDER, message)
         what = _describe_order(start)
         return self._check(PersonOrder("repair", what, start.by, signed))
 
@@ -326,7 +329,7 @@ class NodeRepair:
             case ResetGpus() | RebootNode() | PowerCycleNode():
                 obstacle = await self._ask_permit(state, decision)
                 return obstacle or await send_order(
-                    self._input, self._id, decision, state.approved_by
+                    self._input, self._id, decision, state.approved_by, self._signed
                 )
             case FinishRepair():
                 raise ValueError(f"{decision} is the end of a repair")
@@ -464,16 +467,18 @@ class NodeRepair:
         await await_next_task()
         approved = answer.decision == "approve"
         node = self._input.node
+        signed = read_signed_message(REPAIR_ANSWER, message)
         verdict = self._check(
             PersonOrder(
                 "repair" if approved else "answer",
                 f"{'approve' if approved else 'deny'} the repair of {node}",
                 answer.by,
-                read_signed_message("answer", message),
+                signed,
             )
         )
         if verdict.refusal:
             raise reject(verdict.refusal)
+        self._signed = signed
         self._inbox.append(PersonAnswered(approved, verdict.by, answer.reason))
         return "approved" if approved else "denied"
 

@@ -193,6 +193,7 @@ class _Container:
             secret=secrets.token_hex(16),
             fences=False,
             log_pattern=order.get("log_pattern", "a regular expression or null", None),
+            redact=order.items("redact", []),
         )
 
     def _carry_out(self, command: str, /, **order: Any) -> Json:

@@ -12,6 +12,7 @@ from pathlib import Path
 from relaunch.agent.node import kernel_log
 from relaunch.agent.protocol import Json
 from relaunch.agent.ranks.rank_files import open_plain
+from relaunch.agent.ranks.redact import Redactor
 from relaunch.agent.state import Generation, read_json
 
 MAX_ERROR_BYTES = 256 * 1024
@@ -30,7 +31,7 @@ A launcher logs every rank that failed, with a traceback; the rank that failed f
 """
 
 
-def read_error(path: Path) -> Json | None:
+def read_error(path: Path, redactor: Redactor) -> Json | None:
     """Return the rank's error file, None if it wrote none, or {"unreadable": reason}."""
     try:
         with open_plain(path) as file:
@@ -44,7 +45,7 @@ def read_error(path: Path) -> Json | None:
     if len(data) > MAX_ERROR_BYTES:
         return {"unreadable": f"the error file is larger than {MAX_ERROR_BYTES} bytes"}
     try:
-        value = json.loads(data.decode(errors="replace"))
+        value = redactor.redact(json.loads(data.decode(errors="replace")))
     except (ValueError, RecursionError) as error:
         return {"unreadable": f"the error file is not JSON: {str(error)[:100]}"}
     if not isinstance(value, dict) or "message" not in value:
@@ -53,32 +54,39 @@ def read_error(path: Path) -> Json | None:
 
 
 def read_tail(
-    path: Path, max_lines: int = MAX_TAIL_LINES, max_bytes: int = MAX_TAIL_BYTES
+    path: Path,
+    redactor: Redactor,
+    max_lines: int = MAX_TAIL_LINES,
+    max_bytes: int = MAX_TAIL_BYTES,
 ) -> list[str]:
     """Return the last lines of a log, within the limits; an empty list if it cannot be read."""
     try:
         with open_plain(path) as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - max_bytes))
-            data = file.read(max_bytes)
+            # From further up, to know a value of which only the end is within the limit.
+            before = min(redactor.longest, max(0, size - max_bytes))
+            file.seek(max(0, size - max_bytes) - before)
+            data = file.read(before + max_bytes)
     except OSError:
         return []
+    data = redactor.replace(data, redactor.find(data), before, len(data))
     lines = data.decode(errors="replace").splitlines()
     if size > max_bytes and len(lines) > 1:
         lines = lines[1:]  # the first line is incomplete
     return lines[-max_lines:]
 
 
-def read_output_tail(generation: Generation, rank: int) -> list[str]:
+def read_output_tail(generation: Generation, rank: int, redactor: Redactor) -> list[str]:
     """Return the last lines of a rank's output, where its streams are apart those of stderr last.
 
     Tracebacks are on stderr, and the last of the lines count most.
     """
     errors = generation.log_path(rank, "stderr")
     if not errors.exists():
-        return read_tail(generation.log_path(rank))
+        return read_tail(generation.log_path(rank), redactor)
     half = MAX_TAIL_BYTES // 2
-    lines = [read_tail(path, max_bytes=half) for path in (generation.log_path(rank), errors)]
+    paths = generation.log_path(rank), errors
+    lines = [read_tail(path, redactor, max_bytes=half) for path in paths]
     return [*lines[0], *lines[1]][-MAX_TAIL_LINES:]
 
 
@@ -92,8 +100,10 @@ def add_evidence(generation: Generation, observation: Json, kernel: Json | None)
     if observation["kind"] != "RankExited":
         return explained
     rank = observation["rank"]
-    log_tail = [] if observation["stopped"] else read_output_tail(generation, rank)
-    report = {**explained, "error": read_error(generation.error_path(rank)), "log_tail": log_tail}
+    redactor = Redactor.read(generation)
+    log_tail = [] if observation["stopped"] else read_output_tail(generation, rank, redactor)
+    error = read_error(generation.error_path(rank), redactor)
+    report = {**explained, "error": error, "log_tail": log_tail}
     if observation["stopped"] or observation["exit_code"] == 0 or not observation.get("launcher"):
         return report
     # A launcher failed. Its own log, without output of the ranks, says which rank failed first.
@@ -104,13 +114,15 @@ def add_evidence(generation: Generation, observation: Json, kernel: Json | None)
                 "local_rank", 0
             ),
             "pid": pid,
-            "error": read_error(generation.error_path(launched_rank)),
-            "log_tail": read_output_tail(generation, launched_rank),
+            "error": read_error(generation.error_path(launched_rank), redactor),
+            "log_tail": read_output_tail(generation, launched_rank, redactor),
         }
         for launched_rank, (pid, _) in generation.launched_ranks.items()
     ]
     return {
         **report,
-        "log_tail": read_tail(generation.log_path(rank), MAX_LAUNCHER_LINES, MAX_LAUNCHER_BYTES),
+        "log_tail": read_tail(
+            generation.log_path(rank), redactor, MAX_LAUNCHER_LINES, MAX_LAUNCHER_BYTES
+        ),
         "launched": below,
     }

@@ -313,10 +313,19 @@ def _parse_start_order(order: Fields, count: int | None) -> Json:
         "umask": umask,
         "limits": _parse_limits(order),
         "warm": order.strings("warm", []),
+        "redact": _parse_names(order),
     }
     if order.order.get("launched") is not None:
         started["launched"] = _parse_launched(Fields(order.order["launched"], "launched."))
     return started
+
+
+def _parse_names(order: Fields) -> list[str]:
+    """Return the names of the variables whose values are replaced in what leaves this node."""
+    names = order.items("redact", [])
+    if not all(isinstance(name, str) for name in names):
+        refuse_field("redact", names, "a list of names of variables")
+    return names
 
 
 def _parse_limits(order: Fields) -> Json:

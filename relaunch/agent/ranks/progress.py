@@ -16,6 +16,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 from relaunch.agent import tools
 from relaunch.agent.protocol import Json, Order, now
 from relaunch.agent.ranks.rank_files import open_plain
+from relaunch.agent.ranks.redact import Redactor
 from relaunch.agent.state import Generation
 
 TORN_TIMEOUT = 2.0
@@ -254,16 +255,18 @@ class RankProgress:
         """Return when the rank printed last, by the wall clock; 0.0: it printed nothing."""
         return max(log.printed_at() for log in self.logs)
 
-    def read_tail(self) -> List[str]:
+    def read_tail(self, redactor: Redactor) -> List[str]:
         """Return the last lines that the rank printed, for people: without control characters."""
         newest = max(self.logs, key=lambda log: log.printed_at())
         try:
             with open_plain(newest.path) as file:
                 start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
-                file.seek(start)
-                data = file.read(TAIL_BYTES)
+                before = min(redactor.longest, start)
+                file.seek(start - before)
+                data = file.read(before + TAIL_BYTES)
         except OSError:
             return []
+        data = redactor.replace(data, redactor.find(data), before, len(data))
         text = SEQUENCES.sub("", data.decode(errors="replace").replace("\r", "\n"))
         lines = text.split("\n")[1 if start and "\n" in text else 0 :]
         shown: List[str] = []

@@ -507,6 +507,7 @@ class Shim:
             "node": order["node"],
             "kernel": kernel,
             "cgroup": self.cgroup,
+            "redact": spawn.make_redaction(order, self.generation, self.token),
             "pids": None,
         }
         try:

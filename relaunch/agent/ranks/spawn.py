@@ -19,7 +19,7 @@ from typing import Dict, List, NoReturn, Optional, Tuple
 from relaunch.agent import disk, processes
 from relaunch.agent.failpoints import reach_failpoint
 from relaunch.agent.protocol import Json, Refusal, Token
-from relaunch.agent.ranks import flight, launched
+from relaunch.agent.ranks import flight, launched, redact
 from relaunch.agent.state import Generation, read_boot_id, write_json
 from relaunch.agent.warm.hook import NATIVE_PREFIXES
 from relaunch.agent.warm.python import WarmError, WarmPython
@@ -82,6 +82,18 @@ def make_shared_environment(base: dict[str, str], order: Json) -> dict[str, str]
         if name.startswith(NATIVE_PREFIXES) and all(other.get(name) == value for other in others)
     }
     return {**DEFAULTS, **_select_inherited(base, order), **order["env"], **native}
+
+
+def make_redaction(order: Json, generation: Generation, token: Token) -> Optional[Json]:
+    """Return the record of the values that are replaced in what leaves the node; None: none."""
+    names = order["redact"]
+    return redact.make_record(
+        (
+            make_rank_environment(dict(os.environ), order, generation, token, index, 0)
+            for index in range(len(order["rank_env"]) if names else 0)
+        ),
+        names,
+    )
 
 
 def _become(

@@ -25,6 +25,7 @@ from relaunch.agent.ranks.lease import Lease, PeerClocks, Standstills, Vouchers,
 from relaunch.agent.ranks.log_times import LogTimes
 from relaunch.agent.ranks.peers import Answer, Peers
 from relaunch.agent.ranks.progress import RankProgress
+from relaunch.agent.ranks.redact import Redactor
 from relaunch.agent.state import Generation, JobState, read_boot_id
 
 PING_INTERVAL = 2.0
@@ -114,6 +115,8 @@ def run(
 class Supervisor:
     node: str | None = None
     """This node's name, as the start order gives it."""
+    redactor = Redactor()
+    """Replaces secrets in what is sent; of the launch, once there is one."""
 
     def __init__(
         self,
@@ -219,6 +222,7 @@ class Supervisor:
         self.pattern = (
             re.compile(order["log_pattern"]) if order["log_pattern"] is not None else None
         )
+        self.redactor = Redactor.read(self.generation)
         self.launches = order.get("launched") is not None
         self._follow(order["launched"]["ranks"] if self.launches else self.order["ranks"])
 
@@ -426,7 +430,7 @@ class Supervisor:
             "stamp": now(),
             "alive": self._find_alive(),
             "lease_left": left,
-            "progress": reported,
+            "progress": self.redactor.redact(reported),
         }
         if not reported and self.progress:
             heartbeat["unmatched"] = self._describe_output()
@@ -443,7 +447,7 @@ class Supervisor:
         """Return what was printed last by the rank that printed last: no rank reports progress."""
         printed = {rank: progress.printed_at() for rank, progress in self.progress.items()}
         rank = max(printed, key=lambda each: (printed[each], -each))
-        return {"rank": rank, "lines": self.progress[rank].read_tail()}
+        return {"rank": rank, "lines": self.progress[rank].read_tail(self.redactor)}
 
     def _find_alive(self) -> list[int]:
         """Return the ranks that live, as the shim reported them.
@@ -520,7 +524,9 @@ class Supervisor:
         if self.failed_at is None:
             if any(
                 FAILURE_TEXT in line
-                for line in evidence.read_tail(self.generation.log_path(self.order["ranks"][0]))
+                for line in evidence.read_tail(
+                    self.generation.log_path(self.order["ranks"][0]), self.redactor
+                )
             ):
                 self.failed_at = now()
         elif now() > self.failed_at + LAUNCHER_EXIT_TIMEOUT:

@@ -105,6 +105,7 @@ def order(start: StartOrder, port: int, stop_grace: float, heartbeat: float) -> 
         "ranks": [int(env["RANK"]) for env in start.rank_env],
         "rank_env": own,
         "log_pattern": start.log_pattern,
+        **({"redact": start.redact} if start.redact else {}),
         "stop_grace": stop_grace,
         "heartbeat": heartbeat,
         "port": port,

@@ -1,0 +1,177 @@
+"""What a worker does with messages without a key where keys are required: the real server, a
+workflow of the test, and clients with and without keys."""
+
+from __future__ import annotations
+
+import base64
+import os
+import uuid
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from temporalio import activity, workflow
+from temporalio.client import Client, WorkflowUpdateFailedError
+from temporalio.common import RawValue
+from temporalio.worker import Replayer, Worker
+
+from relaunch.builds import RunningWorkflow
+from relaunch.cli.upgrade import read_task_failure
+from relaunch.config import ConfigError, Settings
+from relaunch.temporal import check_required, data_converter, read_first_key
+from relaunch.worker import _leave_unreadable_activities
+from relaunch.workflows.runner import TaskRunner
+from relaunch.workflows.sealing import SealedRunner
+from tests.workflows.test_access import until
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session")]
+STARTED: list[str] = []
+
+
+@workflow.defn
+class Collector:
+    """Collects messages, as our workflows do: also a signal without a message."""
+
+    def __init__(self) -> None:
+        self._messages: list[Any] = []
+
+    @workflow.run
+    async def run(self, _: str) -> list[Any]:
+        await workflow.wait_condition(lambda: "end" in self._messages)
+        return self._messages
+
+    @workflow.signal
+    def tell(self, message: Any = None) -> None:
+        self._messages.append(message)
+
+    @workflow.update
+    async def ask(self, message: Any = None) -> int:
+        self._messages.append(message)
+        return len(self._messages)
+
+    @workflow.query
+    def messages(self) -> list[Any]:
+        return self._messages
+
+
+@activity.defn
+async def act(name: str) -> str:
+    STARTED.append(name)
+    return name
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    folder = tmp_path / "keys"
+    folder.mkdir(mode=0o700)
+    (folder / "first").touch(mode=0o600)
+    (folder / "first").write_text(base64.b64encode(os.urandom(32)).decode())
+    return folder
+
+
+def make_client(server: Client, keys: Path | None, required: bool = False) -> Client:
+    chosen = Settings()
+    if keys is not None:
+        chosen = Settings(
+            encryption_keys=keys, encryption_key="first", encryption_required=required
+        )
+    config = server.config()
+    config["data_converter"] = data_converter(chosen)
+    return Client(**config)
+
+
+def make_worker(client: Client, queue: str, required: bool = True) -> Worker:
+    runner = TaskRunner(required)
+    # Nothing is kept, so each task replays all that came before.
+    worker = Worker(
+        client,
+        task_queue=queue,
+        workflows=[Collector],
+        activities=[act],
+        workflow_runner=runner,
+        max_cached_workflows=0,
+    )
+    _leave_unreadable_activities(worker, client)
+    return runner.attach(worker)
+
+
+async def test_messages_without_a_key_are_refused_and_stop_nothing(
+    server: Client, keys: Path
+) -> None:
+    ours, stranger = make_client(server, keys, required=True), make_client(server, None)
+    queue = f"sealed-{uuid.uuid4()}"
+    async with make_worker(ours, queue):
+        mine = await ours.start_workflow(Collector.run, "x", id=f"{queue}/1", task_queue=queue)
+        forged = stranger.get_workflow_handle(mine.id)
+        await mine.signal("tell", "one")
+        for arguments in ({}, {"arg": "forged"}):
+            await forged.signal("tell", **arguments)
+        with pytest.raises(WorkflowUpdateFailedError) as refused:
+            await forged.execute_update("ask", "forged")
+        assert "is not encrypted" in str(refused.value.cause)
+        assert await mine.execute_update("ask", "two") == 2
+        assert await mine.query("messages") == ["one", "two"]
+        # Metadata that a stranger writes proves nothing.
+        payload = stranger.data_converter.payload_converter.to_payload("forged")
+        payload.metadata["relaunch-sealed"] = payload.metadata["relaunch-required"] = b"1"
+        await forged.signal("tell", RawValue(payload))
+        # An activity of theirs is not done, a workflow of theirs not begun, and each says why.
+        wrong = await stranger.start_activity(
+            act,
+            "forged",
+            id=f"{queue}/act",
+            task_queue=queue,
+            start_to_close_timeout=timedelta(seconds=1),
+            schedule_to_close_timeout=timedelta(seconds=3),
+        )
+        other = await stranger.start_workflow(Collector.run, "x", id=f"{queue}/2", task_queue=queue)
+
+        run = RunningWorkflow(other.id, other.first_execution_run_id or "", "Collector")
+
+        async def has_failed() -> bool:
+            return "its input is not encrypted" in await read_task_failure(ours, run)
+
+        await until(has_failed, "refused")
+        with pytest.raises(Exception, match=r"ctivity"):
+            await wrong.result()
+        assert STARTED == []
+        await other.terminate()
+        await mine.signal("tell", "end")
+        assert await mine.result() == ["one", "two", "end"]
+    # It is replayed so by every worker, also where nothing is required any more.
+    history = await mine.fetch_history()
+    for converter in (ours.data_converter, make_client(server, keys).data_converter):
+        replayer = Replayer(
+            workflows=[Collector], data_converter=converter, workflow_runner=SealedRunner()
+        )
+        await replayer.replay_workflow(history)
+
+
+async def test_what_began_before_goes_on_and_stops_a_start(server: Client, keys: Path) -> None:
+    plain, ours = make_client(server, None), make_client(server, keys)
+    required = make_client(server, keys, required=True)
+    queue = f"sealed-{uuid.uuid4()}"
+    async with make_worker(ours, queue, required=False):
+        began = [
+            await one.start_workflow(Collector.run, "x", id=f"{queue}/{number}", task_queue=queue)
+            for number, one in enumerate((plain, ours, required))
+        ]
+        await plain.get_workflow_handle(began[1].id).signal("tell", "plain")
+        assert await began[1].execute_update("ask", "sealed") == 2
+    running = [(one.id, one.first_execution_run_id or "") for one in began]
+    found = [await read_first_key(required, *one) for one in running]
+    assert [(one.id, one.is_required) for one in found if one] == [
+        (None, False),
+        ("first", False),
+        ("first", True),
+    ]
+    with pytest.raises(ConfigError, match=rf"{queue}/0 began without a key, so nothing is done"):
+        await check_required(required, running)
+    await check_required(required, running[1:])
+    async with make_worker(required, queue):
+        # Its history has a plain message that was obeyed: it takes them until it continues as new.
+        await plain.get_workflow_handle(began[1].id).signal("tell", "end")
+        assert await began[1].result() == ["plain", "sealed", "end"]
+    for one in (began[0], began[2]):
+        await one.terminate()
