@@ -268,7 +268,9 @@ async def measure_nodes(service: Service, nodes: int) -> dict[str, object]:
 def measure(nodes: int, jobs: int) -> dict[str, object]:
     async def run(address: str, server: int, worker: subprocess.Popen[str]) -> dict[str, object]:
         service = Service(await connect(Path(folder), address), server, worker)
-        return await (measure_jobs(service, jobs) if jobs else measure_nodes(service, nodes))
+        row = await (measure_jobs(service, jobs) if jobs else measure_nodes(service, nodes))
+        files = sum(path.stat().st_size for path in Path(folder).glob("temporal.db*"))
+        return row | {"database_mib": round(files / 2**20, 1)}
 
     with (
         tempfile.TemporaryDirectory(prefix="relaunch-scale-") as folder,
