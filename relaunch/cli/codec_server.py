@@ -23,7 +23,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
+from google.protobuf.json_format import MessageToDict, ParseDict
 from google.protobuf.message import DecodeError
 from temporalio.api.common.v1 import Payload, Payloads
 
@@ -142,7 +142,7 @@ class Converter:
         """
         try:
             payloads = ParseDict(json.loads(body), Payloads()).payloads
-        except (ParseError, RecursionError) as error:
+        except Exception as error:  # beside ParseError: TypeError of null, SystemError of "\ud800"
             raise ValueError(f"expected JSON payloads: {error}") from None
         if word == "encode":
             made = [self._codec.encrypt(one) for one in payloads]

@@ -527,6 +527,8 @@ REQUEST = {"payloads": [MessageToDict(CLOSED), {"metadata": {"encoding": "anNvbi
         st.sampled_from(("decode", "encode", "")),
         st.one_of(mutated_json(REQUEST).map(dump), st.binary(max_size=200)),
     ),
+    ("decode", b"null"),
+    ("decode", b'{"payloads": [{"\\ud800": 1}]}'),
     ("decode", b"[" * 100_000),
     ("decode", dump({"payloads": [{"data": "A" * 40_000, "metadata": {"a" * 9000: "AA=="}}] * 9})),
 )
