@@ -204,7 +204,7 @@ async def test_a_database_and_its_backup_hold_nothing_that_was_planted(
         assert find([SECRET, FILED], [*everything, *copy]) == set()
 
 
-async def test_keys_change_while_a_job_has_a_fault_and_its_worker_is_killed(
+async def test_keys_change_amid_a_fault_whose_worker_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = tmp_path / "keys"
