@@ -240,6 +240,8 @@ async def measure_jobs(service: Service, jobs: int) -> dict[str, object]:
     row["all_recovered_s"] = round(time.monotonic() - begun, 1)
     row["server_peak_mib"] = round(peak_mib(service.server))
     row["worker_peak_mib"] = round(peak_mib(service.worker.pid))
+    for name, seconds in zip(("server", "worker"), service.cpu_seconds(), strict=True):
+        row[f"{name}_cpu_s"] = round(seconds, 1)
     return row | await look_back(client, jobs)
 
 
