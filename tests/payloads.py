@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
+
 from temporalio.api.common.v1 import Payload
 from temporalio.api.failure.v1 import Failure
-from temporalio.client import Client
 
 from relaunch.config import read_settings
 from relaunch.encryption import read_codec
@@ -14,9 +15,9 @@ def decrypt(payload: Payload) -> Payload:
     return read_codec(read_settings()).decrypt(payload)
 
 
-async def read_failure(client: Client, failure: Failure) -> str:
+def read_failure(failure: Failure) -> str:
     """Return the message of a failure, and the stack trace below it."""
-    copy = Failure()
-    copy.CopyFrom(failure)
-    await client.data_converter.decode_failure(copy)  # which writes into it
-    return f"{copy.message}\n{copy.stack_trace}"
+    if not failure.HasField("encoded_attributes"):
+        return f"{failure.message}\n{failure.stack_trace}"
+    encoded = json.loads(decrypt(failure.encoded_attributes).data)
+    return f"{encoded['message']}\n{encoded['stack_trace']}"

@@ -73,7 +73,7 @@ async def test_of_two_workers_one_is_killed_and_the_other_goes_on(tmp_path: Path
             return now if now is not None and now.attempt > watch.attempt else None
 
         after = await eventually(is_taken_over, "no other worker watches")
-        failure = await read_failure(client, after.last_failure)
+        failure = read_failure(after.last_failure)
         assert failure.startswith("the worker that watched was killed")
         (tmp_path / "end").touch()
         result = await asyncio.wait_for(job.result(), TIMEOUT_S)

@@ -128,7 +128,7 @@ async def test_a_killed_worker_is_followed_without_a_timeout(world: World, besid
         if watch.attempt == 1 or not watch.HasField("last_heartbeat_time"):
             return False
         # not "activity Heartbeat timeout": by default that comes after half a minute
-        failure = await read_failure(world.client, watch.last_failure)
+        failure = read_failure(watch.last_failure)
         assert failure.startswith("the worker that watched was killed")
         return watch.attempt == 2
 

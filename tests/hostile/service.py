@@ -333,4 +333,4 @@ async def _failures(rig: Rig, id_: str) -> list[str]:
         if event.event_type == EventType.EVENT_TYPE_WORKFLOW_TASK_FAILED
         and event.workflow_task_failed_event_attributes.cause != UNHANDLED_COMMAND
     ]
-    return [f"{id_}: {one.cause} {await read_failure(rig.client, one.failure)}" for one in failed]
+    return [f"{id_}: {one.cause} {read_failure(one.failure)}" for one in failed]

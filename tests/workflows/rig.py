@@ -218,7 +218,7 @@ class Job:
         failed = [
             event.workflow_task_failed_event_attributes for event in events if event.HasField(kind)
         ]
-        return [await read_failure(self.client, one.failure) for one in failed]
+        return [read_failure(one.failure) for one in failed]
 
     async def until(self, holds: Callable[[JobState], bool], what: str = "") -> JobState:
         """Wait until the state is as wanted, and return it."""
