@@ -59,6 +59,10 @@ LAUNCH_ATTEMPTS = 3
 """Attempts at a launch while a node does not answer. More would only delay the replacement of the
 node."""
 LAUNCH_RETRY_DELAY = timedelta(seconds=1)
+MAX_SECRET_BYTES = 128 * 1024
+"""Of a secret's file: Linux gives a process no longer variable."""
+MAX_ENVIRONMENT_BYTES = 8 << 20
+"""Of an environment file: more than Linux gives a process, in the longest of its forms."""
 MAX_CONCURRENT_CALLS = 256
 """Most calls at once, so that 2,048 nodes do not need 2,048 sockets at the same moment."""
 MAX_GENERATIONS_AHEAD = 1000
@@ -630,7 +634,10 @@ def _read_environment_file(name: str) -> dict[str, str]:
                 mode = f"{stat.S_IMODE(found.st_mode):04o}"
                 problem = f"has mode {mode}, expected 0600: it may hold secrets"
             else:
-                return parse_environment(file.read())
+                content = file.read(MAX_ENVIRONMENT_BYTES + 1)
+                if len(content) <= MAX_ENVIRONMENT_BYTES:
+                    return parse_environment(content)
+                problem = f"has more than {MAX_ENVIRONMENT_BYTES >> 20} MiB"
     except FileNotFoundError:
         problem = "is missing"
     except OSError as error:
@@ -657,11 +664,11 @@ def _read_secrets(spec: JobSpec) -> dict[str, str]:
     for name, reference in spec.secrets.items():
         try:
             values[name] = (
-                Path(reference.file).expanduser().read_text().strip()
+                _read_secret_file(reference.file)
                 if reference.file
                 else os.environ[reference.env or ""]
             )
-        except (OSError, KeyError) as error:
+        except (OSError, KeyError, ValueError) as error:
             where = f"file {reference.file}" if reference.file else f"variable {reference.env}"
             raise ApplicationError(
                 f"secret {name}: {where} cannot be read by the worker",
@@ -669,3 +676,21 @@ def _read_secrets(spec: JobSpec) -> dict[str, str]:
                 non_retryable=True,
             ) from error
     return values
+
+
+def _read_secret_file(name: str) -> str:
+    """Return the text of a file that a job names: it may be any file of the worker's machine.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is not a file, not UTF-8, or longer than a variable can be.
+    """
+    path = Path(name).expanduser()
+    # Without O_NONBLOCK a named pipe would block the worker.
+    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("not a file")
+        content = file.read(MAX_SECRET_BYTES + 1)
+    if len(content) > MAX_SECRET_BYTES:
+        raise ValueError("too long")
+    return content.decode().strip()

@@ -240,6 +240,8 @@ async def measure_jobs(service: Service, jobs: int) -> dict[str, object]:
     row["all_recovered_s"] = round(time.monotonic() - begun, 1)
     row["server_peak_mib"] = round(peak_mib(service.server))
     row["worker_peak_mib"] = round(peak_mib(service.worker.pid))
+    for name, seconds in zip(("server", "worker"), service.cpu_seconds(), strict=True):
+        row[f"{name}_cpu_s"] = round(seconds, 1)
     return row | await look_back(client, jobs)
 
 
@@ -268,7 +270,9 @@ async def measure_nodes(service: Service, nodes: int) -> dict[str, object]:
 def measure(nodes: int, jobs: int) -> dict[str, object]:
     async def run(address: str, server: int, worker: subprocess.Popen[str]) -> dict[str, object]:
         service = Service(await connect(Path(folder), address), server, worker)
-        return await (measure_jobs(service, jobs) if jobs else measure_nodes(service, nodes))
+        row = await (measure_jobs(service, jobs) if jobs else measure_nodes(service, nodes))
+        files = sum(path.stat().st_size for path in Path(folder).glob("temporal.db*"))
+        return row | {"database_mib": round(files / 2**20, 1)}
 
     with (
         tempfile.TemporaryDirectory(prefix="relaunch-scale-") as folder,

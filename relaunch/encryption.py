@@ -31,6 +31,8 @@ KEY_ID = "encryption-key-id"
 CIPHER = "encryption-cipher"
 KEY_BYTES, NONCE_BYTES, TAG_BYTES = 32, 12, 16
 KEY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+MAX_KEY_ID = 64
+"""Bytes of an id that are looked at: one more than any has."""
 MAX_KEY_FILE_BYTES = 1000
 
 
@@ -158,7 +160,7 @@ class EncryptionCodec(PayloadCodec):
         """
         if payload.metadata.get("encoding") != ENCODING:
             return payload
-        id = payload.metadata.get(KEY_ID, b"").decode(errors="replace")
+        id = payload.metadata.get(KEY_ID, b"")[:MAX_KEY_ID].decode(errors="replace")
         cipher = self._ring.find(id) if self._ring is not None else None
         if cipher is None:
             raise self._miss(id)

@@ -190,3 +190,17 @@ def _lift(fd: int) -> int:
     lifted = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_FREE_FD)
     os.close(fd)
     return lifted
+
+
+def enter_codec_server(browser: Browser, address: str) -> None:
+    """Do what docs/encryption.md says, on a page of Temporal's web UI."""
+    field = "document.getElementById('data-encoder-endpoint-input')"
+    browser.click("Configure Codec Server", "button")
+    browser.until("document.getElementById('use-local-endpoint-radio')")
+    browser.run("document.getElementById('use-local-endpoint-radio').click()")
+    browser.until(f"{field} !== null")
+    browser.run(
+        f"{field}.value = {json.dumps(address)};"
+        f"{field}.dispatchEvent(new Event('input', {{bubbles: true}}))"
+    )
+    browser.click("Apply", "button")

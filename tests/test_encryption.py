@@ -260,7 +260,7 @@ async def test_the_codec_server_converts_for_one_page_and_one_token(
     assert "X-Namespace" in headers["Access-Control-Allow-Headers"]
 
     assert call(server, f"{TOKEN}/other", coded)[0] == 404
-    for bad in (b"{", b"[1]", b'{"payloads": 3}', b"[" * 100_000):
+    for bad in (b"{", b"null", b"[1]", b'{"payloads": 3}', b"[" * 100_000):
         assert call(server, f"{TOKEN}/decode", bad)[0] == 400
     assert said == []
     # One that cannot be read does not keep the others from being shown.

@@ -23,11 +23,12 @@ from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
+from google.protobuf.json_format import MessageToDict, ParseDict
+from google.protobuf.message import DecodeError
 from temporalio.api.common.v1 import Payload, Payloads
 
 from relaunch.config import ConfigError, Settings
-from relaunch.converter import expand
+from relaunch.converter import MAX_DECOMPRESSED_BYTES, expand
 from relaunch.encryption import EncryptionCodec, read_codec
 from relaunch.temporal import find_running_up
 
@@ -36,6 +37,8 @@ TOKEN_FILE = "codec-token"
 MIN_TOKEN = 22
 MAX_BODY_BYTES = 32 * 1024 * 1024
 """A web UI sends the payloads of a whole page at once; one is at most 2 MiB."""
+MAX_REPORTED = 100
+"""Kinds of unreadable payloads that are named on the terminal."""
 REQUEST_TIMEOUT_S = 20
 
 
@@ -119,6 +122,50 @@ def _read_token(settings: Settings, given: Path | None) -> str:
     return token
 
 
+class Converter:
+    """Decrypts and encrypts the payloads of requests.
+
+    Args:
+        codec: What has the keys.
+        say: Called once with each kind of payload that cannot be read.
+    """
+
+    def __init__(self, codec: EncryptionCodec, say: Callable[[str], None]) -> None:
+        self._codec, self._say = codec, say
+        self._reported: set[str] = set()
+
+    def convert(self, word: str, body: bytes) -> object:
+        """Return the payloads of a request to `decode` or `encode`, as JSON has them.
+
+        Raises:
+            ValueError: The request is none, or has no payloads.
+        """
+        try:
+            payloads = ParseDict(json.loads(body), Payloads()).payloads
+        except Exception as error:  # beside ParseError: TypeError of null, SystemError of "\ud800"
+            raise ValueError(f"expected JSON payloads: {error}") from None
+        if word == "encode":
+            made = [self._codec.encrypt(one) for one in payloads]
+        elif word == "decode":
+            made, left = [], MAX_DECOMPRESSED_BYTES
+            for one in payloads:
+                made.append(self._decode(one, left))
+                left = max(0, left - max(0, len(made[-1].data) - len(one.data)))
+        else:
+            raise ValueError(f"unknown request {word!r}")
+        return MessageToDict(Payloads(payloads=made))
+
+    def _decode(self, payload: Payload, most: int) -> Payload:
+        """Return what a payload has; one that cannot be read is returned as it is, and said."""
+        try:
+            return expand(self._codec.decrypt(payload), most)
+        except (ConfigError, ValueError, DecodeError) as error:
+            if str(error) not in self._reported and len(self._reported) < MAX_REPORTED:
+                self._reported.add(str(error))
+                self._say(str(error))
+        return payload
+
+
 class CodecServer(ThreadingHTTPServer):
     """A server that listens.
 
@@ -131,8 +178,7 @@ class CodecServer(ThreadingHTTPServer):
     def __init__(
         self, codec: EncryptionCodec, options: CodecServerOptions, say: Callable[[str], None]
     ) -> None:
-        self.codec, self.options, self._say = codec, options, say
-        self._reported: set[str] = set()
+        self.converter, self.options = Converter(codec, say), options
         if ":" in options.host:
             self.address_family = socket.AF_INET6
         try:
@@ -157,16 +203,6 @@ class CodecServer(ThreadingHTTPServer):
         self.socket = context.wrap_socket(
             self.socket, server_side=True, do_handshake_on_connect=False
         )
-
-    def decode(self, payload: Payload) -> Payload:
-        """Return what a payload has; one that cannot be read is returned as it is, and said."""
-        try:
-            return expand(self.codec.decrypt(payload))
-        except (ConfigError, ValueError) as error:
-            if str(error) not in self._reported:
-                self._reported.add(str(error))
-                self._say(str(error))
-        return payload
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Print nothing: a browser that has gone, or a caller without TLS, is no error here."""
@@ -230,17 +266,15 @@ class _Handler(BaseHTTPRequestHandler):
         if not 0 <= length <= MAX_BODY_BYTES:
             self._answer(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
             return
-        convert = {"decode": self.server.decode, "encode": self.server.codec.encrypt}.get(word)
-        if convert is None:
+        if word not in ("decode", "encode"):
             self._answer(HTTPStatus.NOT_FOUND)
             return
         try:
-            given = ParseDict(json.loads(self.rfile.read(length)), Payloads())
-        except (ValueError, ParseError, RecursionError):
+            made = self.server.converter.convert(word, self.rfile.read(length))
+        except ValueError:
             self._answer(HTTPStatus.BAD_REQUEST, {"message": "expected JSON payloads"})
             return
-        made = Payloads(payloads=[convert(one) for one in given.payloads])
-        self._answer(HTTPStatus.OK, MessageToDict(made))
+        self._answer(HTTPStatus.OK, made)
 
     def _answer(self, status: HTTPStatus, body: object = None) -> None:
         content = b"" if body is None else json.dumps(body).encode()

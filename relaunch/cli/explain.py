@@ -9,9 +9,11 @@ from __future__ import annotations
 import re
 import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from relaunch.cli.policy_views import WIDTH, first, first_rung
 from relaunch.config import ConfigError
@@ -23,16 +25,42 @@ from relaunch.text import count_noun, printable
 
 MAX_ROW = 120
 """Characters of a line in the row that is suggested for it."""
+MAX_BYTES = 16 << 20
+"""Of a file, the most that is held: its end, where a log says why a process ended."""
+MAX_KERNEL_LINES = 100_000
+"""Last lines of a kernel log that are looked at: seconds of processor time if each is evidence."""
 KINDS = ("xid", "npu", "exit", "dcgm", "log", "kernel")
 NO_CAUSE = "no finding names a cause"
 
 
 @dataclass(frozen=True)
 class LocatedFinding:
-    """A finding, and the number of the line it was read from, if known."""
+    """A finding, and the line it was read from, if known: 1 is the first; -1 the last, where what
+    is before was not read."""
 
     finding: Finding
     line: int | None = None
+
+
+@dataclass(frozen=True)
+class LogEnd:
+    """The last lines of a log, and how much is before them."""
+
+    lines: list[str]
+    unread_bytes: int
+
+    def number(self, index: int) -> int:
+        """Return the number of a line, as people count: see LocatedFinding."""
+        return index - len(self.lines) if self.unread_bytes else index + 1
+
+    def describe(self, looked_at: str, evidence: int) -> tuple[str, ...]:
+        """Return the text lines that say what was read, and what was not."""
+        text = f"{count_noun(len(self.lines), 'line')} read{looked_at}"
+        lines = [f"{text}, {evidence} with evidence" if evidence else text]
+        if self.unread_bytes:
+            size = _format_size(self.unread_bytes)
+            lines.append(f"Not read: the {size} before them. Line -1 is the last line.")
+        return (*lines, "") if evidence else tuple(lines)
 
 
 @dataclass(frozen=True)
@@ -50,24 +78,66 @@ class Explanation:
     """The finding that decides, where a job's rules choose it; None: the gravest, as of a node."""
 
 
-def read_lines(path: str) -> list[str]:
-    """Read a file, or standard input for `-`, as lines.
+def read_end(path: str) -> LogEnd:
+    """Read the last lines of a file, or of standard input for `-`.
 
-    Bytes that are not UTF-8 are replaced: logs may be cut anywhere.
+    Bytes that are not UTF-8 are replaced: logs may be cut anywhere. Of a pipe, all is read and only
+    the end is held.
 
     Raises:
         ConfigError: The file cannot be read.
     """
-    return read_text(path).splitlines()
+    unread = 0
+    with _open(path) as file:
+        if file.seekable():
+            begin = file.tell()
+            unread = max(0, file.seek(0, 2) - begin - MAX_BYTES)
+            file.seek(begin + unread)
+            end = bytearray(file.read(MAX_BYTES))
+        else:
+            end = bytearray()
+            while chunk := file.read(MAX_BYTES // 16):
+                end += chunk
+                if (more := len(end) - MAX_BYTES) > 0:
+                    del end[:more]
+                    unread += more
+    if unread and 0 < (first := end.find(b"\n") + 1) < len(end):
+        del end[:first]  # a line without its beginning
+        unread += first
+    return LogEnd(end.decode(errors="replace").splitlines(), unread)
 
 
-def read_text(path: str) -> str:
+def read_text(path: str, what: str) -> str:
+    """Read a whole file, or standard input for `-`.
+
+    Args:
+        path: The file.
+        what: What it should be, for the error.
+
+    Raises:
+        ConfigError: The file cannot be read, or is larger than MAX_BYTES.
+    """
+    with _open(path) as file:
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ConfigError(f"{path} has more than {_format_size(MAX_BYTES)}: expected {what}")
+    return content.decode(errors="replace")
+
+
+@contextmanager
+def _open(path: str) -> Iterator[BinaryIO]:
     if path == "-":
-        return sys.stdin.buffer.read().decode(errors="replace")
+        yield sys.stdin.buffer
+        return
     try:
-        return Path(path).read_bytes().decode(errors="replace")
+        with Path(path).open("rb") as file:
+            yield file
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _format_size(size: int) -> str:
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
 
 
 def explain(kind: str, what: str, exit_code: int | None, policy: Policy | None) -> Explanation:
@@ -198,7 +268,9 @@ def explain_exit(word: str, policy: Policy | None) -> Explanation:
 def explain_dcgm(path: str, exit_code: int | None, policy: Policy | None) -> Explanation:
     from relaunch.evidence.dcgm import read_diag
 
-    examination = read_diag(read_text(path), exit_code, _catalog(policy).dcgm)
+    examination = read_diag(
+        read_text(path, "the output of dcgmi"), exit_code, _catalog(policy).dcgm
+    )
     cause = next(
         (finding.cause for finding in examination.findings if finding.role is Role.ROOT), None
     )
@@ -239,24 +311,22 @@ def explain_log(path: str, exit_code: int | None, policy: Policy | None) -> Expl
             f"--exit-code {code} is no failure of a rank: expected a code from 1 to 255, or a "
             "signal such as -9"
         )
-    lines = read_lines(path)
-    before = max(0, len(lines) - TAIL_LINES)
-    diagnosis, log = diagnose_log(lines[before:], code, _catalog(policy))
+    end = read_end(path)
+    before = max(0, len(end.lines) - TAIL_LINES)
+    diagnosis, log = diagnose_log(end.lines[before:], code, _catalog(policy))
     found = tuple(
-        LocatedFinding(finding, before + number + 1)
+        LocatedFinding(finding, end.number(before + number))
         for finding, number in zip(log.findings, log.lines, strict=True)
     )
     root = next((one for one in found if one.finding is log.decisive), None)
     if root is not None and (log.is_echo or root.finding.cause is not diagnosis.cause):
         root = None
-    head = f"{count_noun(len(lines), 'line')} read"
-    head += f", the last {TAIL_LINES} of them as a job does" if before else ""
-    head += f", {len(found)} with evidence" if found else ""
+    last = f", the last {TAIL_LINES} of them as a job does" if before else ""
+    head = end.describe(last, len(found))
     reason = root.finding.reason if root is not None else printable(diagnosis.reason)
     foot = _suggest_row(printable(log.last_line)) if log.decisive is None and log.last_line else ()
-    return Explanation(
-        found, diagnosis.cause, reason, {}, (head,) + (("",) if found else ()), foot, root=root
-    )
+    more = {"unread_bytes": end.unread_bytes}
+    return Explanation(found, diagnosis.cause, reason, more, head, foot, root=root)
 
 
 def _suggest_row(line: str) -> tuple[str, ...]:
@@ -284,23 +354,22 @@ def explain_kernel(path: str, policy: Policy | None) -> Explanation:
     from relaunch.evidence.kernel_log import read_kernel_log as read
 
     tables = _catalog(policy)
-    lines = read_lines(path)
-    numbers = [number for number, line in enumerate(lines, start=1) if read((line,), tables)]
-    findings = read([lines[number - 1] for number in numbers], tables)
+    end = read_end(path)
+    before = max(0, len(end.lines) - MAX_KERNEL_LINES)
+    indices = [n for n in range(before, len(end.lines)) if read((end.lines[n],), tables)]
+    findings = read([end.lines[n] for n in indices], tables)
     # Each line that is evidence by itself gives one finding. If a reader joins lines, the counts
     # differ, and line numbers are left out rather than shown wrong.
-    known = numbers if len(numbers) == len(findings) else [None] * len(findings)
-    found = tuple(
-        LocatedFinding(finding, number) for finding, number in zip(findings, known, strict=True)
-    )
+    known = len(indices) == len(findings)
+    numbers = map(end.number, indices) if known else [None] * len(findings)
+    found = tuple(map(LocatedFinding, findings, numbers))
     root = _find_root(found)
-    lines_read = count_noun(len(lines), "line")
-    head = (
-        (f"{lines_read} read, {len(found)} with evidence", "") if found else (f"{lines_read} read",)
-    )
+    last = f", the last {MAX_KERNEL_LINES} of them examined" if before else ""
+    head = end.describe(last, len(found))
+    more = {"unread_bytes": end.unread_bytes}
     if root is None:
-        return Explanation(found, None, NO_CAUSE, {}, head)
-    return Explanation(found, root.finding.cause, root.finding.reason, {}, head)
+        return Explanation(found, None, NO_CAUSE, more, head)
+    return Explanation(found, root.finding.cause, root.finding.reason, more, head)
 
 
 def _find_root(found: tuple[LocatedFinding, ...]) -> LocatedFinding | None:

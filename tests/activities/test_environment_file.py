@@ -38,6 +38,28 @@ async def test_a_file_is_below_env_and_what_relaunch_sets(tmp_path: Path) -> Non
     assert (order.inherit_env, order.umask) == (False, "027")
 
 
+@pytest.mark.parametrize("case", ["missing", "folder", "pipe", "device", "long", "binary"])
+def test_a_secret_that_cannot_be_read_starts_no_rank(case: str, tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    match case:
+        case "folder":
+            path.mkdir()
+        case "pipe":
+            os.mkfifo(path)
+        case "device":
+            path.symlink_to("/dev/zero")  # which has no end
+        case "long":
+            write(path, b"x" * 128 * 1024 + b"x")
+        case "binary":
+            write(path, b"\xff")
+    spec = stand().spec
+    secrets = {"TOKEN": {"file": str(path)}}
+    spec = type(spec).model_validate({**spec.model_dump(), "secrets": secrets})
+    with pytest.raises(ApplicationError, match=r"secret TOKEN: file .* cannot be read") as error:
+        make_environment(TOKEN, spec, 2, 8, ("127.0.0.1", 1))
+    assert (error.value.type, error.value.non_retryable) == ("SecretMissing", True)
+
+
 @pytest.mark.parametrize("case", ["missing", "mode", "owner", "folder", "pipe", "text"])
 def test_a_file_that_cannot_be_trusted_starts_no_rank(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: SnapshotAssertion

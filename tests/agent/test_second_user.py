@@ -200,7 +200,7 @@ def test_the_port_for_peers_answers_only_those_with_the_secret(plain: Node) -> N
         mac = compute_mac(secret, "ask", text, question["from"], question["nonce"])
         return {**question, "mac": mac}
 
-    port = prepared["peer_port"]
+    port, supervisor = prepared["peer_port"], plain.pid("supervisor")
     right = attack(ASK, port, json.dumps(make_question("c0ffee")))
     assert '"alive"' in right or "alive" in right, "a peer is answered"
     for question in (
@@ -210,8 +210,11 @@ def test_the_port_for_peers_answers_only_those_with_the_secret(plain: Node) -> N
         {**make_question("c0ffee"), "nonce": "bb" * 16},
         {"vouch": True},
         {"highest": [9, 9], "stopped": [9, 9], "mac": "00"},
+        {**make_question("c0ffee"), "mac": "é"},
+        {**make_question("c0ffee"), "from": "\ud800"},
     ):
         assert attack(ASK, port, json.dumps(question)) == "answered b''", question
+    assert plain.pid("supervisor") == supervisor, "none of them ends it"
     # Connections that say nothing are dropped after a second, and a peer gets its turn again.
     held = [socket.create_connection(("127.0.0.1", port)) for _ in range(80)]
     wait_for(lambda: "alive" in attack(ASK, port, json.dumps(make_question("c0ffee"))))

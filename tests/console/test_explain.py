@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import sys
+import threading
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +17,8 @@ import pytest
 import yaml
 from syrupy.assertion import SnapshotAssertion
 
-from relaunch.cli.explain import KINDS, explain, lines_of, view_of
+import relaunch.cli.explain as explain_module
+from relaunch.cli.explain import KINDS, explain, lines_of, read_end, view_of
 from relaunch.config import ConfigError
 from relaunch.evidence.catalog import catalog
 from relaunch.spec.policy import Policy, preset, resolve
@@ -205,6 +209,62 @@ def test_a_log_of_echoes_points_at_the_other_ranks(tmp_path: Path) -> None:
 def test_bytes_that_are_no_text_are_read_past(tmp_path: Path) -> None:
     (tmp_path / "evidence").write_bytes(b"\xff\xfe\x00 cut\n" + KERNEL.encode())
     assert view("kernel", str(tmp_path / "evidence"))["cause"] == "GPU_FATAL"
+
+
+@pytest.mark.parametrize("kind", ["log", "kernel"])
+def test_of_a_large_log_the_end_is_read(tmp_path: Path, page: SnapshotAssertion, kind: str) -> None:
+    last = "RuntimeError: CUDA error: out of memory" if kind == "log" else KERNEL.splitlines()[-1]
+    size = 200 << 20  # a hole, which takes no disk
+    with (tmp_path / "evidence").open("wb") as file:
+        file.truncate(size)
+        file.seek(size)
+        file.write(f"\n{last}\nchatter\n".encode())
+    tracemalloc.start()
+    try:
+        made = view(kind, str(tmp_path / "evidence"))
+        assert tracemalloc.get_traced_memory()[1] < size / 4
+    finally:
+        tracemalloc.stop()
+    assert [one["line"] for one in made["findings"]] == [-2]
+    assert made["unread_bytes"] == size + 1
+    assert text(kind, str(tmp_path / "evidence")) == page
+
+
+def test_all_of_a_pipe_passes_and_its_end_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(explain_module, "MAX_BYTES", 1600)
+    content = "chatter\n" * 20_000 + "KeyError: 'x'\nend\n"
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=lambda: (tmp_path / "pipe").write_text(content))
+    writer.start()
+    end = read_end(str(tmp_path / "pipe"))
+    writer.join()
+    assert end.lines[-2:] == ["KeyError: 'x'", "end"] and end.lines[0] == "chatter"
+    held = len("\n".join(end.lines)) + 1
+    assert 1500 < held <= 1600 and end.unread_bytes == len(content) - held
+    whole = read_end(write(tmp_path, "x" * 1600))
+    assert (whole.lines, whole.unread_bytes) == (["x" * 1600], 0)
+    # A line that is longer than what is held has no beginning, and is still there.
+    assert read_end(write(tmp_path, "x" * 1700)).lines == ["x" * 1600]
+
+
+def test_only_the_last_lines_of_a_kernel_log_are_examined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(explain_module, "MAX_KERNEL_LINES", 2)
+    made = explain("kernel", write(tmp_path, KERNEL), None, None)
+    assert [one.line for one in made.found] == [4, 5]
+    assert made.head[0] == "5 lines read, the last 2 of them examined, 2 with evidence"
+
+
+def test_what_is_far_too_large_for_dcgmis_output_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(explain_module, "MAX_BYTES", 3 << 20)
+    path = write(tmp_path, " " * (3 << 20) + "{}")
+    with pytest.raises(ConfigError, match=r"has more than 3\.0 MiB: expected the output of dcgmi"):
+        explain("dcgm", path, None, None)
 
 
 @pytest.mark.parametrize(

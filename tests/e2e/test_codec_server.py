@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.browser import PROGRAM, Browser
+from tests.browser import PROGRAM, Browser, enter_codec_server
 from tests.chaos.world import ROOT, World
 from tests.e2e.test_encryption import write_key
 
@@ -20,20 +19,6 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 SEEN = "planted-to-be-seen"
-ENDPOINT = "document.getElementById('data-encoder-endpoint-input')"
-
-
-def enter_endpoint(browser: Browser, endpoint: str) -> None:
-    """Do what docs/encryption.md says of the web UI."""
-    browser.click("Configure Codec Server", "button")
-    browser.until("document.getElementById('use-local-endpoint-radio')")
-    browser.run("document.getElementById('use-local-endpoint-radio').click()")
-    browser.until(f"{ENDPOINT} !== null")
-    browser.run(
-        f"{ENDPOINT}.value = {json.dumps(endpoint)};"
-        f"{ENDPOINT}.dispatchEvent(new Event('input', {{bubbles: true}}))"
-    )
-    browser.click("Apply", "button")
 
 
 def browse(folder: Path, page: str, endpoint: str) -> None:
@@ -41,7 +26,7 @@ def browse(folder: Path, page: str, endpoint: str) -> None:
         browser.open(page)
         browser.until_text("launch_ranks")
         assert SEEN not in browser.text()
-        enter_endpoint(browser, endpoint)
+        enter_codec_server(browser, endpoint)
         browser.open(page)
         browser.until_text("launch_ranks • launch generation 1 on n1")
         browser.until_text(SEEN)  # in the input

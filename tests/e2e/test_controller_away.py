@@ -27,6 +27,7 @@ from tests.chaos.world import (
     environments,
     eventually,
 )
+from tests.payloads import read_failure
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
@@ -127,7 +128,8 @@ async def test_a_killed_worker_is_followed_without_a_timeout(world: World, besid
         if watch.attempt == 1 or not watch.HasField("last_heartbeat_time"):
             return False
         # not "activity Heartbeat timeout": by default that comes after half a minute
-        assert watch.last_failure.message == "the worker that watched was killed"
+        failure = read_failure(watch.last_failure)
+        assert failure.startswith("the worker that watched was killed")
         return watch.attempt == 2
 
     await eventually(is_taken_over, "the watch is taken over")

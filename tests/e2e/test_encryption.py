@@ -7,6 +7,7 @@ import base64
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,7 +26,9 @@ from relaunch.cli.upgrade import read_task_failure
 from relaunch.config import KEYRING_VARIABLE, ConfigError
 from relaunch.messages.logs import ReadIncidentsInput, ReadIncidentsOutput
 from relaunch.temporal import connect
-from tests.chaos.world import FLEET, QUEUE, ROOT, World, chaos_policy, eventually
+from tests.chaos.checks import violations
+from tests.chaos.rounds import KILLED, Expected
+from tests.chaos.world import FLEET, QUEUE, ROOT, Process, World, chaos_policy, eventually
 from tests.receivers import Webhook, webhook
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -71,6 +74,7 @@ while not pathlib.Path("stop").exists():
         pathlib.Path("fail").unlink()
         raise RuntimeError({PLANTED["exception"]!r} + secrets)  # {PLANTED["source line"]}
 """
+KEY_OF_PAYLOAD = rb"encryption-key-id\x12.(first|second|third|fourth|fifth)"
 STILL_SHOWN = ("job/faulty", f"fleet/{FLEET}", "RUNNING", "APPLICATION", "RESTART_IN_PLACE", "n1")
 """Of the search attributes and ids: docs/encryption.md."""
 
@@ -262,6 +266,78 @@ def search(folder: Path, outer: Path, encrypts: bool) -> None:
     logs = [path for path in everything if path.match("jobs/*/*/logs/rank_*.log")]
     assert find([SECRET, FILED], logs) == {SECRET, FILED}
     assert find([*SECRETS, *keys], {*everything, *copy} - {*logs}) == set()
+
+
+async def test_keys_change_amid_a_fault_whose_worker_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = tmp_path / "keys"
+    write_key(keys, "first")
+    monkeypatch.setenv("RELAUNCH_ENCRYPTION_KEYS", str(keys))
+    monkeypatch.setenv("RELAUNCH_ENCRYPTION_KEY", "first")
+    in_place = [{"strategy": "RESTART_IN_PLACE", "tries": 9}]
+    # A busy machine must not make a node refuse or lose what a worker comes late for.
+    long = {"lease": "60s", "fence_after": "60s", "lost_after": "180s"}
+    policy = chaos_policy(long, causes={"UNKNOWN": in_place}, no_progress_stop="off")
+    async with World(tmp_path / "world", 63, nodes=2, spares=0, answer_within=5.0) as world:
+        job = await world.submit(nodes=2, policy=policy, env={"SHOWN": PLANTED["variable"]})
+        await job.until_phase("RUNNING")
+
+        async def is_reserved() -> bool:
+            return (await job.phase())[1] == 2
+
+        async def is_prepared() -> bool:
+            return 3 in (job.highest("n1", "prepared"), job.highest("n2", "prepared"))
+
+        async def is_started() -> bool:
+            return any(line["token"].endswith("/4") for line in job.starts())
+
+        async def kill_a_rank() -> None:
+            await job.until_watched()
+            os.kill(job.rank_pids()[0], signal.SIGKILL)
+
+        # Between what a worker recorded, did and would have recorded next.
+        for generation, key, is_then in (
+            (2, "second", is_reserved),
+            (3, "third", is_prepared),
+            (4, "fourth", is_started),
+        ):
+            await kill_a_rank()
+            await eventually(is_then, f"generation {generation} does not come", pause=0.001)
+            await world.worker.end(signal.SIGKILL)
+            write_key(keys, key)
+            world.environment["RELAUNCH_ENCRYPTION_KEY"] = key
+            await world.worker.start()
+            await job.until_phase("RUNNING", generation=generation)
+        # Workers one after the other: one that has the new key works beside one that does not
+        # encrypt with it yet, and which is killed.
+        write_key(keys, "fifth")
+        environment = {**world.environment, "RELAUNCH_ENCRYPTION_KEY": "fifth"}
+        command, log = world.worker._command, tmp_path / "beside.log"
+        beside = Process("worker beside", command, environment, log)
+        world.others.append(beside)
+        await beside.start()
+        await kill_a_rank()
+        await world.worker.end(signal.SIGKILL)
+        await job.until_phase("RUNNING", generation=5)
+        await world.worker.start()
+        await job.until_steps()
+
+        code, said = await world.run_starter("doctor")
+        assert "with key first" in said, "what began with it needs it"
+        for page in ("show", "history", "report"):
+            code, said = await world.run_starter(page, job.name)
+            assert code == 0, said
+        job.let_end()
+        await job.until_phase("SUCCEEDED")
+        assert await violations(job, Expected((KILLED * 4,))) == []
+        assert [str(one.cause) for one in await job.incidents()] == ["UNKNOWN"] * 4
+        history = world.client.get_workflow_handle(f"job/{job.name}", run_id=job.run_id)
+        events = [one.SerializeToString() async for one in history.fetch_history_events()]
+        used = [found for one in events for found in re.findall(KEY_OF_PAYLOAD, one, re.DOTALL)]
+        assert list(dict.fromkeys(used)) == [b"first", b"second", b"third", b"fourth", b"fifth"]
+        database = list((tmp_path / "world").glob("temporal.db*"))
+        assert find([PLANTED["variable"], "was killed by SIGKILL"], database) == set()
 
 
 async def test_what_a_worker_cannot_read_waits_for_its_key(

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
+from tests.chaos.world import ENCRYPTION
 from tests.pages import sections
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,8 +31,9 @@ ENVIRONMENT = {
     "HOME": os.environ.get("HOME", "/"),
     "TERM": "xterm",
     "PYTHONPATH": str(ROOT),
+    **{name: value for name, value in os.environ.items() if name.startswith(ENCRYPTION)},
 }
-"""The shell of a new user: nothing else is set there."""
+"""The shell of a new user: nothing else is set there, but to run any suite with encryption."""
 
 
 async def typed(folder: Path, *words: str) -> tuple[int, str, str]:

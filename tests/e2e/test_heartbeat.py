@@ -13,6 +13,7 @@ from temporalio.api.workflow.v1 import PendingActivityInfo
 
 from relaunch.messages.ids import FLEET_ID_PREFIX
 from tests.chaos.world import FLEET, World, eventually
+from tests.payloads import decrypt
 from tests.receivers import Webhook, webhook
 
 pytestmark = [
@@ -80,7 +81,7 @@ async def test_pings_come_only_while_the_fleet_is_watched(tmp_path: Path) -> Non
                 if watch is None or not watch.heartbeat_details.payloads:
                     return None
                 (details,) = watch.heartbeat_details.payloads
-                return str(json.loads(details.data)["last round"])
+                return str(json.loads(decrypt(details).data)["last round"])
 
             first = await eventually(last_round, "no round is shown", 300)
 

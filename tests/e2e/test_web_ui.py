@@ -19,7 +19,7 @@ from urllib.parse import quote
 import pytest
 
 from relaunch.cli.web_views import COLUMNS, VIEWS, columns_script
-from tests.browser import PROGRAM, Browser
+from tests.browser import PROGRAM, Browser, enter_codec_server
 from tests.console.commands import STARTER, bare_environment
 
 pytestmark = [
@@ -49,6 +49,8 @@ class Service:
 
     folder: Path
     ui: str = ""
+    codec: str = ""
+    """The address of its codec server, where the tests run with encryption."""
 
     def run(self, *words: str) -> str:
         done = subprocess.run(
@@ -124,10 +126,17 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
             stdout=log,
             stderr=log,
         )
+    others: list[subprocess.Popen[str]] = []
     try:
         while not (state / "up.json").exists():
             assert up.poll() is None, (made.folder / "up.log").read_text()
         made.ui = json.loads((state / "up.json").read_text())["ui"]
+        if "RELAUNCH_ENCRYPTION_KEY" in os.environ:
+            words = (sys.executable, STARTER, "codec-server", "--listen", "127.0.0.1:0")
+            codec = subprocess.Popen(words, env=made.environment, stderr=subprocess.PIPE, text=True)
+            others.append(codec)
+            assert codec.stderr is not None
+            made.codec = [codec.stderr.readline() for _ in range(2)][1].split()[-1]
         made.submit("llama-7b")
         made.submit("vit-large", nodes=1)
         made.submit("gpt-ablation", "--from", "old.pt", nodes=1)
@@ -143,6 +152,9 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         for job in ("llama-7b", "vit-large"):
             made.until(job, "CANCELLED")
     finally:
+        for codec in others:
+            codec.kill()
+            codec.communicate()
         up.terminate()
         up.wait()
 
@@ -155,8 +167,11 @@ def pictures(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+def browser(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     with Browser(tmp_path_factory.mktemp("profile")) as made:
+        if service.codec:
+            made.open(service.page("job/llama-7b"))
+            enter_codec_server(made, service.codec)
         yield made
 
 

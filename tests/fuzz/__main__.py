@@ -59,7 +59,10 @@ def main() -> int:
     failed: dict[str, int] = {}
     number, drawn = chosen.seed, 0
     while time.monotonic() < until:
-        for name in chosen.only or TARGETS:
+        # In another order each time: the time may end within a round, on a busy machine each time.
+        names = list(chosen.only or TARGETS)
+        random.Random(number).shuffle(names)
+        for name in names:
             if name in failed:
                 continue
             drawn += chosen.examples

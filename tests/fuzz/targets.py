@@ -6,11 +6,14 @@ work. What it returns goes on to where people read it, as far as that is.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import io
 import json
 import os
 import pickle
+import re
+import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -18,26 +21,56 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from google.protobuf.json_format import MessageToDict
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
+from relaunch.access.orders import PersonOrder, check_order, clean_name, read_signed
+from relaunch.access.signatures import SignatureError, strip_armor, verify
 from relaunch.activities.observations import read_observations
+from relaunch.agent.checkpoints import find_checkpoints
 from relaunch.agent.flight_records import UnreadableError, parse_dump, summarize
+from relaunch.agent.loop import Channel, Loop
 from relaunch.agent.loop import parse as parse_agent_line
+from relaunch.agent.protocol import MAX_NOTE, now
+from relaunch.agent.protocol import Token as AgentToken
 from relaunch.agent.py_spy import parse_dump as parse_stacks_file
 from relaunch.agent.ranks import journal
 from relaunch.agent.ranks.evidence import read_error, read_tail
-from relaunch.agent.ranks.progress import ProgressError, parse_file
+from relaunch.agent.ranks.peers import Answer, Peers, compute_mac
+from relaunch.agent.ranks.progress import ProgressError, _LogTail, parse_file
 from relaunch.agent.ranks.redact import Redactor
+from relaunch.agent.state import JobState as AgentJob
 from relaunch.backends import answers
 from relaunch.backends.base import ProtocolError
 from relaunch.backends.ecs.events import read_event
+from relaunch.backends.ecs.examine import read_answer
+from relaunch.backends.ssh import known_hosts
 from relaunch.backends.ssh.route import SshConfigError, read_config
-from relaunch.cli import documents, event_file, explain, files, job_views, node_pages, node_views
+from relaunch.cli import (
+    codec_server,
+    documents,
+    event_file,
+    explain,
+    files,
+    job_views,
+    node_pages,
+    node_views,
+)
 from relaunch.cli.init import read_command
 from relaunch.cli.rank_output import Printer
 from relaunch.cli.terminal import guard_output, make_console
 from relaunch.config import ConfigError, read_settings
 from relaunch.converter import SharedPayloadConverter
+from relaunch.encryption import (
+    CIPHER,
+    ENCODING,
+    KEY_ID,
+    EncryptionCodec,
+    KeyStore,
+    UnreadablePayloadError,
+    read_codec,
+)
 from relaunch.evidence.catalog import catalog
 from relaunch.evidence.dcgm import read_diag
 from relaunch.evidence.flight import parse_flight
@@ -59,6 +92,7 @@ from relaunch.messages.bounds import MAX_TEXT, bound_message
 from relaunch.messages.notices import Notice, format_json, format_subject, format_text
 from relaunch.pool.events import MalformedMessage
 from relaunch.pool.inventory import read_inventory
+from relaunch.spec.access import Access
 from relaunch.spec.environment import parse_environment, serialize_environment
 from relaunch.spec.fleet import SshOptions, parse_jumps
 from relaunch.spec.job import JobSpec
@@ -98,6 +132,14 @@ from tests.recovery.builders import at, running, step
 NOW = datetime(2026, 11, 21, 3, 0, tzinfo=UTC)
 SAMPLES = Path(__file__).parents[1] / "recovery" / "samples"
 TOKEN = Token("default", "llama", 1000, 1)
+SIGNED = {
+    path.stem: (lines[0].strip(), strip_armor("\n".join(lines[1:])))
+    for path in sorted((Path(__file__).parent / "samples").glob("*.sshsig"))
+    for lines in [path.read_text().splitlines()]
+}
+"""Public keys, and their signatures of `SIGNED_TEXT` by ssh-keygen -Y sign."""
+SIGNED_TEXT = b"an order"
+ED25519 = SIGNED["ed25519"][0]
 
 
 @dataclass(frozen=True)
@@ -166,7 +208,12 @@ nodes:
   - {name: n1, address: 10.0.0.1, gpus: 8}
   - &n2 {name: n2, address: 10.0.0.2, gpus: 8, unused_ports: [mlx5_0]}
 notify: {ops: {webhook: http://127.0.0.1:9/x, events: [failed]}}
-"""
+access:
+  people: {ann: {role: oncall, keys: [KEY]}, bob: {role: researcher}}
+  roles: {oncall: [cancel, drain]}
+  others: researcher
+  unproven: [submit]
+""".replace("KEY", ED25519)
 POLICY = """
 extends: default
 timeouts: {heartbeat: 5s, lease: 60s}
@@ -249,13 +296,16 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-NAMES = ("STATE", "TASK_QUEUE", "JOBS", "FLEETS", "METRICS", "WEB_UI", "LOG_LEVEL", "BUILD", "X")
+NAMES = (
+    *("STATE", "TASK_QUEUE", "JOBS", "FLEETS", "METRICS", "WEB_UI", "LOG_LEVEL", "BUILD", "X"),
+    *("ENCRYPTION_KEYS", "ENCRYPTION_KEY", "ENCRYPTION_KEYRING"),
+)
 
 
 @target(st.dictionaries(st.sampled_from(NAMES), encodable_text.map(lambda t: t.replace("\0", ""))))
 def check_environment(values: dict[str, str]) -> None:
     with environment({f"RELAUNCH_{name}": value for name, value in values.items()}), refused():
-        read_settings()
+        read_codec(read_settings())
 
 
 @target(
@@ -441,6 +491,112 @@ def check_payload(given: tuple[bytes, bytes]) -> None:
         bounded(len(data), lambda: CONVERTER.from_payloads([payload], [Any]))  # type: ignore[list-item]
 
 
+KEYS = KeyStore(given={"a": b"k" * 32})
+CODEC = EncryptionCodec(KEYS, "a")
+CLOSED = CODEC.encrypt(CONVERTER.to_payloads([{"a": 1}])[0])
+
+
+@target(
+    st.tuples(
+        st.sampled_from((b"a", b"b", b"../a", b"")) | st.binary(max_size=40),
+        st.binary(max_size=60) | st.integers(0, len(CLOSED.data)).map(lambda n: CLOSED.data[:n]),
+    ),
+    (b"\x1b[2J\n" * 9, b""),
+    (b"x" * 1_900_000, b""),
+)
+def check_encrypted_payload(given: tuple[bytes, bytes]) -> None:
+    from temporalio.api.common.v1 import Payload
+
+    id, data = given
+    metadata = {"encoding": ENCODING, KEY_ID: id, CIPHER: b"AES-256-GCM"}
+    try:
+        bounded(len(id + data), lambda: CODEC.decrypt(Payload(metadata=metadata, data=data)))
+    except UnreadablePayloadError as error:
+        text = str(error)
+    else:
+        assert (id, data) == (b"a", CLOSED.data)
+        return
+    expect_text(text, is_line=True)
+    assert len(text) < 1000
+
+
+REQUEST = {"payloads": [MessageToDict(CLOSED), {"metadata": {"encoding": "anNvbi9wbGFpbg=="}}]}
+
+
+@target(
+    st.tuples(
+        st.sampled_from(("decode", "encode", "")),
+        st.one_of(mutated_json(REQUEST).map(dump), st.binary(max_size=200)),
+    ),
+    ("decode", b"null"),
+    ("decode", b'{"payloads": [{"\\ud800": 1}]}'),
+    ("decode", b"[" * 100_000),
+    ("decode", dump({"payloads": [{"data": "A" * 40_000, "metadata": {"a" * 9000: "AA=="}}] * 9})),
+)
+def check_codec_request(given: tuple[str, bytes]) -> None:
+    word, body = given
+    said: list[str] = []
+    with contextlib.suppress(ValueError):
+        converter = codec_server.Converter(CODEC, said.append)
+        bounded(len(body) + 100, lambda: json.dumps(converter.convert(word, body)))
+    for text in said:
+        expect_text(printable(text), is_line=True)
+
+
+# --- who asks
+
+
+@st.composite
+def torn_signatures(draw: st.DrawFn) -> str:
+    data = bytearray(base64.b64decode(draw(st.sampled_from(sorted(SIGNED.values())))[1]))
+    data = data[: draw(st.just(len(data)) | st.integers(0, len(data)))]
+    for _ in range(draw(st.integers(0, 6))):
+        if data:
+            data[draw(st.integers(0, len(data) - 1))] = draw(st.integers(0, 255))
+    return base64.b64encode(data).decode()
+
+
+@target(st.one_of(torn_signatures(), hostile_text), *(one for _, one in SIGNED.values()))
+def check_signature(text: str) -> None:
+    try:
+        key = bounded(len(text) + 100, lambda: verify(text, SIGNED_TEXT))
+    except SignatureError as error:
+        expect_text(str(error), is_line=True)
+        return
+    assert (key, text) in SIGNED.values()
+
+
+ACCESS = Access.model_validate(
+    {
+        "people": {"ann": {"role": "admin", "keys": [ED25519]}, "bob": {"role": "researcher"}},
+        "unproven": ["submit"],
+    }
+)
+ORDER: dict[str, Any] = {
+    **{"node": "n1", "reason": "r", "by": "ann@laptop"},
+    "proof": {"at": NOW.isoformat(), "nonce": "n", "signature": SIGNED["ed25519"][1]},
+}
+
+
+@target(
+    mutated_json(ORDER), {**ORDER, "proof": {**ORDER["proof"], "at": "9999-12-31T23:59:59-23:59"}}
+)
+def check_signed_order(raw: Any) -> None:
+    signed = bounded(
+        2000 + len(repr(raw)), lambda: read_signed("default", "fleet/lab/run", "drain", raw)
+    )
+    message = raw if isinstance(raw, dict) else {}
+    by = str(message.get("by"))
+    for owner in (None, "ann@laptop", clean_name(by)):
+        order = PersonOrder("cancel", "cancel job llama", by, signed, owner)
+        verdict = bounded(
+            2000 + len(by), lambda order=order: check_order(ACCESS, "lab", order, NOW)
+        )  # type: ignore[misc]
+        expect_text(verdict.by, is_line=True)
+        expect_text(verdict.refusal, is_line=True)
+        assert verdict.refusal, "nothing here is signed, and such orders need it"
+
+
 # --- what ranks write
 
 
@@ -474,8 +630,6 @@ def check_rank_output(pieces: list[str]) -> None:
         bounded(1000 + sum(map(len, pieces)), feed)
         drawn = out.getvalue()
         # Our own drawing goes up and erases below.
-        import re
-
         expect_colours(re.sub(r"\r\x1b\[\d+A\x1b\[J", "", drawn))
 
 
@@ -569,6 +723,40 @@ def expect_view(job: JobState) -> None:
     expect_text(shown.getvalue())
 
 
+@target(
+    mutated_text("epoch 1 step 5 loss 1.5\nsaved ckpt-5\r\x1b[1mstep 6\x1b[0m\n"),
+    "step " + "9" * 5000,
+)
+def check_progress_log(text: str) -> None:
+    pattern = re.compile(r"step +(?P<step>\S+)(?: loss (?P<loss>\S+))?")
+    with written(text) as path:
+        log = _LogTail(path)
+        step = bounded(len(text) + 500, lambda: log.read_step(pattern))
+        assert step is None or step >= 0
+        assert log.is_read
+
+
+ZIP = b"PK\x03\x04" + b"x" * 9 + b"PK\x05\x06"
+
+
+@target(
+    st.tuples(
+        st.sampled_from(("step_5.ckpt", "checkpoint-7", "iter_0000005", "a.pt", "x"))
+        | encodable_text,
+        st.one_of(st.binary(max_size=200), st.binary(max_size=90).map(lambda end: ZIP + end)),
+    ),
+    ("step_5.ckpt", b"PK\x03\x04" + b"x" * 70_000 + b"PK\x05\x06"),
+    ("latest_checkpointed_iteration.txt", b"9" * 64),
+)
+def check_checkpoints(given: tuple[str, bytes]) -> None:
+    name, content = given
+    name = re.sub(r"[/\0]", "_", name).encode()[:200].decode(errors="ignore").strip(".") or "x"
+    with written(content) as path:
+        path.rename(path.parent / name)
+        (path.parent / "iter_0000004").mkdir()
+        bounded(4000 + len(content), lambda: find_checkpoints(str(path.parent)))
+
+
 FAULTHANDLER = (SAMPLES / "last_words" / "faulthandler.txt").read_text()
 
 
@@ -656,6 +844,121 @@ def check_probe(facts: Any) -> None:
     )
     for reason in (health.reason, *(one.reason for one in health.findings)):
         expect_text(reason, is_line=True)
+
+
+STACKS = {
+    "stacks": [
+        {
+            **{"rank": 0, "pid": 1, "unreadable": None},
+            "processes": [{"pid": 1, "name": "python", "threads": [{"name": "x", "frames": []}]}],
+        }
+    ]
+}
+LISTED = {"jobs": [{"namespace": "default", "job": "llama", "highest": [1000, 1]}], "gpus": [GPU]}
+SCHEMAS = [
+    one
+    for one in vars(answers).values()
+    if isinstance(one, type) and issubclass(one, BaseModel) and one is not BaseModel
+]
+
+
+@target(mutated_json(LISTED, STACKS, FACTS, {"exit_code": 0, "stdout": "x"}, {"missing": "dcgmi"}))
+def check_node_answer(answer: Any) -> None:
+    parsers: list[Callable[[], Any]] = [
+        lambda: answers.parse_list("n2", answer),
+        lambda: answers.parse_stacks("n2", 0, answer),
+        *(lambda one=one: answers.parse("n2", "look", one, answer) for one in SCHEMAS),
+    ]
+    if isinstance(answer, dict):
+        parsers.append(lambda: answers.check_output("n2", "diagnose", answer, "stdout"))
+    size = 4000 + len(repr(answer))
+    for parse in parsers:
+        try:
+            bounded(size, parse)
+        except ProtocolError as error:
+            expect_text(printable(str(error)), is_line=True)
+
+
+@target(
+    lines.map(lambda rows: [f"relaunch-answer 1/{len(rows)}: {row}" for row in rows]),
+    ["relaunch-answer 1/1: " + "[" * 20_000],
+    ["relaunch-answer 9999/9999: {}"],
+    ["relaunch-answer ²/1: {}"],
+)
+def check_container_answer(rows: list[str]) -> None:
+    bounded(sum(map(len, rows)) + 20_000, lambda: read_answer(rows))
+
+
+SECRET = "0f" * 16
+QUESTION = {
+    "token": {"namespace": "default", "job": "llama", "submission": 1000, "generation": 1},
+    **{"from": "n2", "nonce": "x", "clock": True, "mac": "0" * 64},
+}
+REPLY = {"highest": [1000, 2], "stopped": [1000, 1], "alive": True, "leased": True, "stamp": 1.5}
+
+
+@target(
+    mutated_json(QUESTION, REPLY),
+    {**QUESTION, "from": "\ud800"},
+    {**QUESTION, "mac": "é"},
+    {**REPLY, "mac": "é"},
+    *({**REPLY, name: value} for name in ("highest", "stopped") for value in (3, [], ["5\n", 1])),
+    {**REPLY, "stopped": [10**400, 1e400]},
+    {**REPLY, "stamp": "\ud800"},
+)
+def check_peer_message(raw: Any) -> None:
+    """Questions of who reaches the port, and answers of a node that has the gang's secret."""
+    message = parse_agent_line(dump(raw))
+    if message is None:
+        return
+    token = AgentToken("default", "llama", 1000, 1)
+    heard: list[Answer] = []
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as listener:
+        job = AgentJob.from_token(Path(folder), token)
+        loop = Loop()
+        peers = Peers(loop, job, token, listener, lambda: (True, True))
+        peers.begin({"secret": SECRET, "node": "n1", "peers": []})
+        ours, theirs = socket.socketpair()
+        channel = Channel(loop, ours.detach(), lambda _: None, lambda: None)
+        bounded(2000, lambda: peers._hear_question(channel, message))
+        channel.drop()
+        with theirs:
+            assert theirs.recv(9) == b"", "it cannot be proven"
+        names = ("highest", "stopped", "alive", "leased", "stamp")
+        parts = [
+            message.get(name) for name in names if name != "stamp" or message.get(name) is not None
+        ]
+        for mac in (message.get("mac"), compute_mac(SECRET, "answer", "x", *parts)):
+            answer = {**message, "mac": mac}
+            bounded(
+                2000 + len(repr(message)),
+                lambda answer=answer: peers._hear_answer("n2", now(), "x", answer, heard.append),  # type: ignore[misc]
+            )
+        listener.close()
+    for one in heard:
+        expect_text(one.superseded or "", is_line=True)
+        assert len(one.superseded or "") < MAX_NOTE
+
+
+KNOWN_HOSTS = """
+# comment
+n1,10.0.0.1 ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAAA
+@revoked *.lab,!n9 ssh-rsa AAAAB3Nz
+|1|F1E1KeoE/eEWhi10WpGv4OdiO6Y=|3988QV0VE8wmZL7suNrYQLITLCg= ssh-rsa AAAAB3Nz
+[n2]:2222 ssh-rsa AAAAB3Nz
+"""
+
+
+@target(mutated_text(KNOWN_HOSTS), "*a" * 3000 + " ssh-rsa AAAAB3Nz")
+def check_known_hosts(text: str) -> None:
+    with written(text) as path:
+        size = len(text) + 1000
+        entries = bounded(size, lambda: known_hosts.read([str(path)]))
+        for port in (22, 2222):
+            bounded(
+                size,
+                lambda port=port: known_hosts.judge(entries, "n1" + "a" * 60, port, b"x"),  # type: ignore[misc]
+            )
 
 
 @target(

@@ -30,6 +30,7 @@ from relaunch.backends.pipe import ProcessPipe
 from relaunch.job.state import JobState, Phase
 from relaunch.pool.state import FleetState, NodeStatus
 from relaunch.spec.fleet import FleetSpec
+from tests.payloads import read_failure
 from tests.workflows.rig import Job, Rig, SimulatedFleets, policy, worker
 
 LIAR = Path(__file__).with_name("liar.py")
@@ -332,4 +333,4 @@ async def _failures(rig: Rig, id_: str) -> list[str]:
         if event.event_type == EventType.EVENT_TYPE_WORKFLOW_TASK_FAILED
         and event.workflow_task_failed_event_attributes.cause != UNHANDLED_COMMAND
     ]
-    return [f"{id_}: {one.cause} {one.failure.message}" for one in failed]
+    return [f"{id_}: {one.cause} {read_failure(one.failure)}" for one in failed]

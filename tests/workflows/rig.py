@@ -61,6 +61,7 @@ from relaunch.workflows.runner import TaskRunner, _TaskInstance
 from relaunch.workflows.training_job.workflow import TrainingJob
 from tests.fakes.nodes import ManualClock, Script, SimulatedBackend
 from tests.invariants import assert_invariants, find_unbalanced
+from tests.payloads import read_failure
 from tests.test_layering import CORE
 
 PATIENCE = 120.0
@@ -217,7 +218,7 @@ class Job:
         failed = [
             event.workflow_task_failed_event_attributes for event in events if event.HasField(kind)
         ]
-        return [f"{one.failure.message}\n{one.failure.stack_trace}" for one in failed]
+        return [read_failure(one.failure) for one in failed]
 
     async def until(self, holds: Callable[[JobState], bool], what: str = "") -> JobState:
         """Wait until the state is as wanted, and return it."""

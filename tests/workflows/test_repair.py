@@ -32,6 +32,7 @@ from tests.fakes.nodes import (
     Takes,
 )
 from tests.fakes.nodes.health import bus_id
+from tests.payloads import decrypt
 from tests.workflows.conftest import MakeRig
 from tests.workflows.rig import PATIENCE, Job, Rig, policy
 
@@ -285,7 +286,7 @@ async def questions(job: Job) -> list[str]:
         event.workflow_execution_signaled_event_attributes for event in (await job.history()).events
     ]
     told = [one.input.payloads for one in signals if one.signal_name == "repair_asks"]
-    messages = [json.loads(payloads[0].data) for payloads in told]
+    messages = [json.loads(decrypt(payloads[0]).data) for payloads in told]
     return ["asked" if "?" in message["question"] else message["question"] for message in messages]
 
 

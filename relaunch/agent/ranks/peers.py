@@ -51,7 +51,24 @@ class Answer:
 
 def compute_mac(secret: str, *parts: Any) -> str:
     text = "|".join(part if isinstance(part, str) else json.dumps(part) for part in parts)
-    return hmac.new(bytes.fromhex(secret), text.encode(), hashlib.sha256).hexdigest()
+    # A text of JSON may have half of a surrogate pair, which UTF-8 has not.
+    raw = text.encode(errors="surrogatepass")
+    return hmac.new(bytes.fromhex(secret), raw, hashlib.sha256).hexdigest()
+
+
+def is_proven(mac: str, claimed: Any) -> bool:
+    """Return whether what a peer sent as the MAC of its message is this one."""
+    # compare_digest refuses texts that are not ASCII with an error.
+    return isinstance(claimed, str) and claimed.isascii() and hmac.compare_digest(mac, claimed)
+
+
+def parse_order(value: Any) -> Order | None:
+    """Return what a peer sent as submission and generation; None if it is not that."""
+    if not isinstance(value, list) or len(value) != 2:
+        return None
+    if any(type(one) is not int or not 0 <= one < 2**63 for one in value):
+        return None
+    return value[0], value[1]
 
 
 def resolve(address: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
@@ -177,24 +194,29 @@ class Peers:
         proof = compute_mac(
             self.order["secret"], "answer", nonce, highest, stopped, alive, leased, *clock
         )
-        if not hmac.compare_digest(proof, str(answer.get("mac"))):
+        if not is_proven(proof, answer.get("mac")):
+            return
+        stop, known = parse_order(stopped), parse_order(highest)
+        if (stop is None and stopped is not None) or (known is None and highest is not None):
             return
         self.answered_nodes.add(node)
         reason = None
-        if stopped is not None and self._order(stopped) >= self.token.order:
+        if stop is not None and stop >= self.token.order:
             reason = f"peer {node} knows that this generation was stopped"
-        elif highest is not None and self._order(highest) > self.token.order:
-            reason = f"peer {node} knows of generation {highest[1]} of submission {highest[0]}"
-        known = isinstance(stamp, float) and math.isfinite(stamp)
+        elif known is not None and known > self.token.order:
+            reason = f"peer {node} knows of generation {known[1]} of submission {known[0]}"
+        is_clock = isinstance(stamp, float) and math.isfinite(stamp)
         answered(
             Answer(
-                node, asked, reason, alive is True, leased is True, now(), stamp if known else None
+                node,
+                asked,
+                reason,
+                alive is True,
+                leased is True,
+                now(),
+                stamp if is_clock else None,
             )
         )
-
-    @staticmethod
-    def _order(pair: Any) -> Order:
-        return (int(pair[0]), int(pair[1]))
 
     # --- being asked ---
 
@@ -232,7 +254,7 @@ class Peers:
         except Refusal:
             channel.drop()
             return
-        if token.job_path != self.token.job_path or not hmac.compare_digest(proof, claimed_mac):
+        if token.job_path != self.token.job_path or not is_proven(proof, claimed_mac):
             channel.drop()
             return
         highest, stopped = self.job.read_highest()[:2]

@@ -393,7 +393,9 @@ class NodeTasks:
             return None
         while True:
             try:
-                answer = _answer(await self._lines(log.group, log.stream(container, task.short)))
+                answer = read_answer(
+                    await self._lines(log.group, log.stream(container, task.short))
+                )
             except AwsError as error:
                 if error.kind is Kind.DENIED or (
                     error.kind is Kind.REFUSED and error.code != "ResourceNotFoundException"
@@ -417,7 +419,9 @@ class NodeTasks:
             page = {"nextToken": token}
 
 
-def _answer(lines: list[str]) -> dict[str, Any] | None:
+def read_answer(lines: list[str]) -> dict[str, Any] | None:
+    """Return what an examination's container has logged, in parts; None: not all of it, or not
+    that."""
     parts: dict[int, str] = {}
     of = 0
     for match in filter(None, map(_ANSWER.fullmatch, lines)):
