@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from relaunch.temporal import read_start_time
 from tests.console.commands import STARTER, bare_environment
 from tests.console.test_report import BROWSER, browse
 
@@ -71,6 +72,10 @@ class Service:
         shown: dict[str, Any] = json.loads(self.run("show", job, "--json"))
         return shown
 
+    def list_jobs(self) -> list[dict[str, Any]]:
+        read: list[dict[str, Any]] = json.loads(self.run("jobs", "--json"))
+        return read
+
     def until_trains(self, job: str, generation: int) -> dict[str, Any]:
         """Wait until a job has left its incident behind."""
         while True:
@@ -83,13 +88,9 @@ class Service:
         """End a generation on one node, as a kernel does that runs out of memory."""
         before = self.show(job)["generation"]
         for file in (self.folder / "state" / "nodes" / node).rglob("shim.json"):
-            pid = json.loads(file.read_text())["pid"]
-            try:
-                words = Path(f"/proc/{pid}/cmdline").read_bytes()
-            except OSError:
-                continue
-            if b"shim" in words:
-                os.kill(pid, signal.SIGKILL)
+            known = json.loads(file.read_text())
+            if read_start_time(known["pid"]) == known["started"]:
+                os.kill(known["pid"], signal.SIGKILL)
         self.until_trains(job, before + 1)
 
     def fail(self, job: str) -> None:
@@ -137,12 +138,12 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
             made.kill_shim("llama-7b", worst)
         made.kill_shim("vit-large", made.show("vit-large")["nodes"][0])
         yield made
-        for name in ("llama-7b", "vit-large", "gpt-ablation"):
-            made.run("cancel", name, "--reason", "the test is over")
-        for name in ("llama-7b", "vit-large", "gpt-ablation"):
-            while made.show(name)["ended"] is None:
-                pass
     finally:
+        if up.poll() is None and (state / "up.json").exists():
+            for one in made.list_jobs():
+                made.run("cancel", one["name"], "--reason", "the test is over")
+            while any(made.show(one["name"])["ended"] is None for one in made.list_jobs()):
+                pass
         up.terminate()
         up.wait()
 
