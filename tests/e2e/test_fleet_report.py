@@ -29,7 +29,9 @@ step = int(saved.read_text()) if saved.exists() else 0
 while True:
     step += 1
     if os.environ["RANK"] == "0":
-        saved.write_text(str(step))
+        new = saved.with_suffix(".new")  # a kill must not leave half a checkpoint
+        new.write_text(str(step))
+        new.replace(saved)
     print(f"step {step}", flush=True)
     time.sleep(0.2)
     if os.environ["RANK"] == "0" and fails.exists():
