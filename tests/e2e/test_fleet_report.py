@@ -93,8 +93,11 @@ class Service:
         """End a generation on one node, as a kernel does that runs out of memory."""
         before = self.show(job)["generation"]
         self.kills.append((job, node))
-        for file in (self.folder / "state" / "nodes" / node).rglob("shim.json"):
-            known = json.loads(file.read_text())
+        found = [
+            json.loads(file.read_text())
+            for file in (self.folder / "state" / "nodes" / node).rglob("shim.json")
+        ]  # before the first is killed: the next generation begins within a second
+        for known in found:
             if read_start_time(known["pid"]) == known["started"]:
                 os.kill(known["pid"], signal.SIGKILL)
         self.until_trains(job, before + 1)
