@@ -19,6 +19,21 @@ def test_a_changed_page_is_stale() -> None:
     ]
 
 
+def test_every_key_of_json_is_explained() -> None:
+    pages = [(reference.REFERENCE / name).read_text() for name in ("cli.md", "events.md")]
+    assert reference.find_unexplained("\n".join(pages)) == [], "explain them in cli.md"
+    assert "report: trend" in reference.find_unexplained("`summary`")
+
+
+def test_keys_within_keys_are_there() -> None:
+    keys = dict(reference.read_keys("report_views", "report_view"))
+    assert keys["jobs"] == ""
+    assert keys["nodes"] == "[{node, count, price, causes, jobs, recent, link}]"
+    assert keys["trend"].startswith("{direction, sentence, older{start, end,")
+    page = reference.make_pages()["json.md"]
+    assert "| `RankExited` | `node`," in page and "- `withdrawn`" not in page
+
+
 class Outer(StrictModel):
     wait: bool = False
     """Whether it waits.

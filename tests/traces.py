@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from tests.receivers import Webhook
+
+GZIP = b"\x1f\x8b"
+"""How a body begins that is compressed; a request in protobuf begins otherwise."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,10 @@ def decode(body: bytes) -> list[ReceivedSpan]:
 
 def list_traces(received: Webhook) -> list[list[ReceivedSpan]]:
     """Return the traces that came, in their order, each with its root first."""
-    return [decode(body) for _, body in received.requests]
+    return [
+        decode(gzip.decompress(body) if body.startswith(GZIP) else body)
+        for _, body in received.requests
+    ]
 
 
 def _read_time(nanoseconds: int) -> datetime:

@@ -9,6 +9,7 @@ nothing and exits with 1 if a page differs.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import re
 import sys
@@ -29,6 +30,7 @@ from pydantic_core import PydanticUndefined  # noqa: E402
 from temporalio.common import SearchAttributeKey  # noqa: E402
 
 from relaunch.cli.app import app  # noqa: E402
+from relaunch.cli.event_file import EVENTS, OBSERVATIONS  # noqa: E402
 from relaunch.config import PREFIX, Settings  # noqa: E402
 from relaunch.fields import duration  # noqa: E402
 from relaunch.spec.fleet import FleetSpec  # noqa: E402
@@ -69,6 +71,7 @@ def make_pages() -> dict[str, str]:
         "files.md": make_files(),
         "settings.md": make_settings(),
         "workflows.md": make_workflows(),
+        "json.md": make_json(),
     }
 
 
@@ -388,6 +391,108 @@ def make_workflows() -> str:
             kind = key.indexed_value_type.name.title().replace("_", "")
             lines.append(f"| `{key.name}` | {kind} |")
     return join(*lines)
+
+
+# JSON
+
+VIEWS = (
+    ("show JOB", "job_views", "show"),
+    ("show JOB, beside those", "tables", "show_view"),
+    ("history JOB", "job_views", "history_entry"),
+    ("report", "report_views", "report_view"),
+    ("jobs", "tables", "row"),
+    ("nodes list", "node_views", "row"),
+    ("nodes show NODE, beside those of nodes list", "node_pages", "node_more"),
+    ("nodes show", "node_pages", "fleet_view"),
+    ("nodes check NODE…", "repairs", "row"),
+    ("nodes check --file FLEET.yaml", "node_check", "view"),
+    ("notify test", "channel_test", "view"),
+    ("policy explain", "policy_views", "policy_view"),
+    ("policy replay", "policy_replay", "trial_view"),
+)
+"""Commands, with the module of `relaunch/cli` and the function that makes what they print."""
+CLI = ROOT / "relaunch" / "cli"
+
+
+def make_json() -> str:
+    lines = [
+        "# Keys of `--json`, and of events",
+        "",
+        NOTE,
+        "",
+        *prose(
+            "All keys that the commands print, and all fields that events of `policy replay` have.",
+            "What they mean: [cli.md](cli.md) and [events.md](events.md). A command that prints a",
+            "list is here with the keys of one entry. `…`: keys that depend on the job.",
+        ),
+    ]
+    for command, module, function in VIEWS:
+        lines += ["", f"## relaunch {command}", "", "| key | within it |", "| -- | -- |"]
+        for key, inner in read_keys(module, function):
+            lines.append(f"| `{key}` | {f'`{inner}`' if inner else ''} |")
+    lines += ["", "## Events", "", "| kind | fields | |", "| -- | -- | -- |"]
+    for kind, event in sorted({**EVENTS, **OBSERVATIONS}.items()):
+        fields = [one.name for one in dataclasses.fields(event) if one.name != "kind"]
+        text = inspect.getdoc(event) or ""
+        text = "" if text.startswith(f"{kind}(") else text.split("\n\n")[0]
+        lines.append(f"| `{kind}` | {', '.join(f'`{one}`' for one in fields)} | {cell(text)} |")
+    return join(*lines)
+
+
+def read_keys(module: str, function: str) -> list[tuple[str, str]]:
+    """Return the keys of the mapping that a function returns, each with those within it."""
+    tree = ast.parse((CLI / f"{module}.py").read_text())
+    functions = {one.name: one for one in tree.body if isinstance(one, ast.FunctionDef)}
+    found = find_mapping(functions[function], functions)
+    if found is None:
+        raise Undocumented(f"{module}.{function} returns no mapping that can be read")
+    return [
+        (key.value, describe_keys(value, functions))
+        for key, value in zip(found.keys, found.values, strict=True)
+        if isinstance(key, ast.Constant)
+    ]
+
+
+def find_mapping(function: ast.FunctionDef, functions: dict[str, Any]) -> ast.Dict | None:
+    returned = [one.value for one in ast.walk(function) if isinstance(one, ast.Return)]
+    return next((one for one in reversed(returned) if isinstance(one, ast.Dict)), None)
+
+
+def describe_keys(value: ast.expr, functions: dict[str, Any]) -> str:
+    """Return the keys within a value: `{a, b}`, or `[{a, b}]` of a list; empty: none are known."""
+    match value:
+        case ast.Dict(keys=keys, values=values):
+            if not keys:
+                return ""
+            parts = [
+                "…" if key is None else key.value + describe_keys(one, functions)
+                for key, one in zip(keys, values, strict=True)
+                if key is None or isinstance(key, ast.Constant)
+            ]
+            return f"{{{', '.join(parts)}}}"
+        case ast.ListComp(elt=inner):
+            within = describe_keys(inner, functions)
+            return f"[{within}]" if within else ""
+        case ast.IfExp(body=one, orelse=other):
+            return describe_keys(one, functions) or describe_keys(other, functions)
+        case ast.BoolOp(values=values):
+            return next((text for one in values if (text := describe_keys(one, functions))), "")
+        case ast.Call(func=ast.Name(id=name)) if name in functions:
+            found = find_mapping(functions[name], functions)
+            return "" if found is None else describe_keys(found, functions)
+        case _:
+            return ""
+
+
+def find_unexplained(page: str) -> list[str]:
+    """Return the keys that a page, `cli.md` and what belongs to it, does not mention."""
+    words = set(re.findall(r"\w+", page))
+    return [
+        f"{command}: {key}"
+        for command, module, function in VIEWS
+        for key, _ in read_keys(module, function)
+        if key not in words
+    ]
 
 
 if __name__ == "__main__":

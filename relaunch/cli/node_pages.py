@@ -98,6 +98,7 @@ def fleet_view(state: FleetState) -> dict[str, Any]:
             "reboots_per_hour": limits.reboots_per_hour,
             "replacement_wait": limits.replacement_wait.total_seconds(),
             "drain_within": limits.drain_within.total_seconds(),
+            "cool_down": limits.cool_down.total_seconds(),
         },
         "breaker": {
             "open": breaker.is_open,

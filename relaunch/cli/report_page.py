@@ -20,6 +20,10 @@ WIDTH = 1000
 """Units across the bar and the lanes; they are drawn as wide as the page."""
 MIN_MARK = 2.0
 """Units that a mark has at least, so that it is seen."""
+GAP = 4.0
+"""Units at each side of a column."""
+ROWS = 40
+"""Jobs, and waits of jobs, that a table lists."""
 LANES = 40
 """Jobs whose lanes are drawn; a picture of more says nothing."""
 
@@ -44,12 +48,17 @@ def make_page(view: Mapping[str, Any]) -> str:
     environment.filters.update(
         span=_format_span, moment=_format_moment, describe=describe_incident, percent=_percent
     )
+    periods = view["trend"]["periods"] if view["trend"] else []
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         view=view,
         bar=_place_accounts(view["accounts"]),
         lanes=[_draw_lane(view, job) for job in view["jobs"][:LANES]],
         hidden_lanes=len(view["jobs"][LANES:]),
         medians=MEDIANS,
+        rows=ROWS,
+        trend=_draw_trend(view["trend"]),
+        most=max((one["interruptions"] for one in periods), default=0),
+        period=_measure(periods[-1]) if periods else None,
         interruptions=count_noun(view["interruptions"], "interruption"),
         width=WIDTH,
     )
@@ -63,6 +72,28 @@ def _place_accounts(accounts: Iterable[Mapping[str, Any]]) -> list[dict[str, Any
         parts.append({**one, "x": round(x, 2), "width": round(width, 2)})
         x += width
     return parts
+
+
+def _draw_trend(trend: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the columns of interruptions by time; none where there were none."""
+    if trend is None or not trend["sentence"]:
+        return []
+    periods = trend["periods"]
+    most = max(one["interruptions"] for one in periods)
+    width = WIDTH / len(periods)
+    return [
+        {
+            **one,
+            "x": round(width * index + GAP, 2),
+            "width": round(width - 2 * GAP, 2),
+            "height": round(100 * one["interruptions"] / most, 2),
+        }
+        for index, one in enumerate(periods)
+    ]
+
+
+def _measure(period: Mapping[str, Any]) -> float:
+    return (_parse(period["end"]) - _parse(period["start"])).total_seconds()
 
 
 def _draw_lane(view: Mapping[str, Any], job: str) -> dict[str, Any]:

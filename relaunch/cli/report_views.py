@@ -11,7 +11,8 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from relaunch.job.accounts import Account
-from relaunch.job.report import PricedIncident, Report, format_span, summarize
+from relaunch.job.report import PricedIncident, Report, describe_trend, format_span, summarize
+from relaunch.job.trend import Period
 from relaunch.text import format_time, join_names
 
 ACCOUNTS = {
@@ -38,6 +39,8 @@ DEFINITIONS = {
     "mttr": "MTTR: from a fault to the first step after it, mean over interruptions",
 }
 BAR_WIDTH = 40
+MAX_ROWS = 10
+"""Of a table of jobs in the terminal."""
 Link = Callable[[str, datetime], str | None]
 """Returns the page of the web UI that shows a job's event at a time; None: not known."""
 
@@ -134,7 +137,11 @@ def report_view(report: Report, link: Link) -> dict[str, Any]:
                 "count": row.count,
                 "price": row.price.total_seconds(),
                 "causes": [cause.value for cause in row.causes],
-                "link": find_page([one for one in report.incidents if one.node == row.node]),
+                "jobs": list(row.jobs),
+                "recent": row.recent,
+                "link": find_page(
+                    [one for one in report.incidents if one.incident.nodes[:1] == (row.node,)]
+                ),
             }
             for row in report.nodes
         ],
@@ -164,6 +171,37 @@ def report_view(report: Report, link: Link) -> dict[str, Any]:
             for one in report.advice
         ],
         "missing": list(report.missing),
+        "by_job": [
+            {
+                "job": row.job,
+                "over": row.is_over,
+                "wall": row.wall.total_seconds(),
+                "ettr": row.ettr,
+                "lost": row.lost.total_seconds(),
+                "interruptions": row.interruptions,
+                "link": link(row.job, report.end),
+            }
+            for row in report.by_job
+        ],
+        "trend": report.trend
+        and {
+            "direction": report.trend.direction,
+            "sentence": describe_trend(report),
+            "older": _view_period(report.trend.older),
+            "newer": _view_period(report.trend.newer),
+            "periods": [_view_period(one) for one in report.trend.periods],
+        },
+    }
+
+
+def _view_period(period: Period) -> dict[str, Any]:
+    return {
+        "start": _iso(period.start),
+        "end": _iso(period.end),
+        "interruptions": period.interruptions,
+        "price": period.price.total_seconds(),
+        "jobs": period.jobs.total_seconds(),
+        "mtbf": _seconds(period.mtbf),
     }
 
 
@@ -184,6 +222,27 @@ def report_lines(view: Mapping[str, Any]) -> list[str]:
         f"MTBF           {span(view['mtbf'])}   time without queueing / interruptions",
         f"MTTR           {span(view['mttr'])}   from a fault to the first step after it, mean",
     ]
+    if view["trend"] and view["trend"]["sentence"]:
+        counts = [one["interruptions"] for one in view["trend"]["periods"]]
+        each = span(_length(view["trend"]["periods"][-1]))
+        lines.append(f"trend          {view['trend']['sentence']}")
+        lines.append(f"               {' '.join(map(str, counts))}   interruptions in each {each}")
+    if len(view["by_job"]) > 1:
+        lines += _table(
+            "the jobs that lost most",
+            ("job", "effective", "lost", "of", "interruptions"),
+            [
+                (
+                    one["job"],
+                    "–" if one["ettr"] is None else f"{one['ettr']:.1%}",
+                    span(one["lost"]),
+                    span(one["wall"]),
+                    str(one["interruptions"]),
+                )
+                for one in view["by_job"][:MAX_ROWS]
+            ],
+            len(view["by_job"]) - MAX_ROWS,
+        )
     lines += _table(
         "what the faults cost; the times are medians",
         ("cause", "incidents", "price", "detect", "decide", "repair", "relaunch", "regain"),
@@ -199,9 +258,16 @@ def report_lines(view: Mapping[str, Any]) -> list[str]:
     )
     lines += _table(
         "the most expensive nodes",
-        ("node", "incidents", "price", "causes"),
+        ("node", "incidents", "newer half", "price", "causes", "jobs"),
         [
-            (one["node"], str(one["count"]), span(one["price"]), ", ".join(one["causes"]))
+            (
+                one["node"],
+                str(one["count"]),
+                str(one["recent"]),
+                span(one["price"]),
+                ", ".join(one["causes"]),
+                join_names(one["jobs"], 3),
+            )
             for one in view["nodes"]
         ],
     )
@@ -210,8 +276,9 @@ def report_lines(view: Mapping[str, Any]) -> list[str]:
         ("job", "for", "time", "incidents"),
         [
             (one["job"], one["for"], span(one["seconds"]), str(one["incidents"] or "–"))
-            for one in view["waits"]
+            for one in view["waits"][:MAX_ROWS]
         ],
+        len(view["waits"]) - MAX_ROWS,
     )
     if view["advice"]:
         lines += ["", "what would have helped"]
@@ -226,7 +293,14 @@ def report_lines(view: Mapping[str, Any]) -> list[str]:
 MEDIANS = ("detect", "decide", "repair", "relaunch", "regain")
 
 
-def _table(title: str, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+def _length(period: Mapping[str, Any]) -> float:
+    start, end = (datetime.fromisoformat(period[one]) for one in ("start", "end"))
+    return (end - start).total_seconds()
+
+
+def _table(
+    title: str, head: tuple[str, ...], rows: list[tuple[str, ...]], hidden: int = 0
+) -> list[str]:
     if not rows:
         return []
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
@@ -234,7 +308,8 @@ def _table(title: str, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> li
         "  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip()
         for row in (head, *rows)
     ]
-    return ["", title, *(f"  {line}" for line in lines)]
+    more = [f"  and {hidden} more: --json has them all"] if hidden > 0 else []
+    return ["", title, *(f"  {line}" for line in lines), *more]
 
 
 def describe_incident(entry: Mapping[str, Any]) -> str:

@@ -16,16 +16,20 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from statistics import median
 
-from relaunch.evidence.causes import Cause
+from relaunch.evidence.causes import HARDWARE_CAUSES, Cause
 from relaunch.job.accounts import Account, Ledger
 from relaunch.job.copies import replace
 from relaunch.job.hang import SAFETY_FACTOR
 from relaunch.job.ledger import measure_wall, settle
 from relaunch.job.state import Incident, JobState
-from relaunch.text import count_noun
+from relaunch.job.trend import JobFault, Period, Trend, find_trend
+from relaunch.text import count_noun, format_time, join_names
 
 NONE = timedelta(0)
 WORST_NODES = 5
+ACCUSING_JOBS = 3
+"""So many jobs make a suspect of a node that no kernel and no driver accuses, as in a fleet."""
+NODE_CAUSES = (*HARDWARE_CAUSES, Cause.NODE_LOST)
 MIN_GAIN = 0.001
 """Recommendation that would have saved a smaller share of the time is left out."""
 MIN_UNKNOWN = 0.01
@@ -68,6 +72,11 @@ class PricedIncident:
             return None
         return self.incident.nodes[0] if self.incident.nodes else None
 
+    @property
+    def is_of_node(self) -> bool:
+        """Whether it counts as a fault of the node that it names, by itself."""
+        return self.node is not None or self.incident.cause in NODE_CAUSES
+
     def cost(self, *accounts: Account) -> timedelta:
         return sum((self.incident.costs.get(one, NONE) for one in accounts), NONE)
 
@@ -100,6 +109,23 @@ class NodeCost:
     count: int
     price: timedelta
     causes: tuple[Cause, ...]
+    jobs: tuple[str, ...]
+    recent: int = 0
+    """Those in the newer half of the time."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobCost:
+    job: str
+    is_over: bool
+    wall: timedelta
+    effective: timedelta
+    lost: timedelta
+    interruptions: int
+
+    @property
+    def ettr(self) -> float | None:
+        return self.effective / self.wall if self.wall else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +193,10 @@ class Report:
     runs: tuple[RunSpan, ...]
     missing: tuple[str, ...] = ()
     """Sentences about what could not be read."""
+    by_job: tuple[JobCost, ...] = ()
+    """The one that lost most first."""
+    trend: Trend | None = None
+    """None: no time has passed."""
 
     def total(self, *accounts: Account) -> timedelta:
         return sum((self.totals.get(one, NONE) for one in accounts), NONE)
@@ -227,10 +257,22 @@ def make_report(
     Args:
         records: The jobs; at least one.
         now: Until when jobs that have not ended are counted.
-        since: Only incidents that opened later are listed; time is that of whole jobs.
+        since: Only time and incidents after this; an incident that opened before is not listed.
         checkpoint_cost: How long ranks do not train when they save; None: as they report it.
     """
     settled = [settle(one.state, now) for one in records]
+    cut, notes = [], []
+    if since is not None:
+        for index, record in enumerate(records):
+            job = settled[index]
+            if _find_start(job, record.incidents) < since:
+                settled[index] = _cut(job, _with_open(record.incidents, job), since, now)
+                cut.append(job.name)
+    if cut:
+        notes.append(
+            f"{join_names(cut, 4)} began before {format_time(since or now)}: what faults took "
+            "since then is exact, the rest is divided as over the whole job"
+        )
     ledgers = [one.ledger for one in settled]
     totals: dict[Account, timedelta] = {}
     for account in Account:
@@ -244,21 +286,35 @@ def make_report(
     ]
     priced.sort(key=lambda one: one.incident.opened)
     ends = [one.ended_at or now for one in settled]
-    first = [one.submitted_at for one in settled] + [one.incident.opened for one in priced]
+    starts = [
+        max(_find_start(job, record.incidents), since or _find_start(job, record.incidents))
+        for job, record in zip(settled, records, strict=True)
+    ]
+    faults = [
+        JobFault(one.incident.opened, one.interruptions, one.price)
+        for one in priced
+        if one.interruptions
+    ]
+    trend = find_trend(tuple(zip(starts, ends, strict=True)), faults)
     report = Report(
         jobs=tuple(one.name for one in settled),
-        start=min(first),
+        start=min(starts),
         end=max(ends),
         is_over=all(one.phase.is_final for one in settled),
         wall=sum((measure_wall(one) for one in settled), NONE),
         totals=totals,
         incidents=tuple(priced),
         causes=_list_causes(priced),
-        nodes=_list_nodes(priced),
+        nodes=_list_nodes(priced, trend),
         waits=tuple(
-            row
-            for job in settled
-            for row in _list_waits(job, [one for one in priced if one.job == job.name])
+            sorted(
+                (
+                    row
+                    for job in settled
+                    for row in _list_waits(job, [one for one in priced if one.job == job.name])
+                ),
+                key=lambda row: -row.span,
+            )
         ),
         advice=(),
         checkpoints=CheckpointFigures(None, None, None),
@@ -267,7 +323,9 @@ def make_report(
             for job, record in zip(settled, records, strict=True)
             for run in _list_runs(job, _with_open(record.incidents, job), now)
         ),
-        missing=tuple(sentence for one in records for sentence in one.missing),
+        missing=(*(sentence for one in records for sentence in one.missing), *notes),
+        by_job=_list_jobs(settled, priced),
+        trend=trend,
     )
     figures = _measure_checkpoints(ledgers, report.mtbf, checkpoint_cost)
     advice = _advise(report, figures, ledgers)
@@ -317,22 +375,86 @@ def _median(spans: Iterable[timedelta]) -> timedelta | None:
     return timedelta(seconds=median(seconds)) if seconds else None
 
 
-def _list_nodes(priced: Sequence[PricedIncident]) -> tuple[NodeCost, ...]:
+def _list_nodes(priced: Sequence[PricedIncident], trend: Trend | None) -> tuple[NodeCost, ...]:
     by_node: dict[str, list[PricedIncident]] = {}
     for one in priced:
-        if one.node is not None:
-            by_node.setdefault(one.node, []).append(one)
-    rows = [
-        NodeCost(
-            node,
-            len(found),
-            sum((one.price for one in found), NONE),
-            tuple(dict.fromkeys(one.incident.cause for one in found)),
+        if one.incident.nodes and one.price:
+            by_node.setdefault(one.incident.nodes[0], []).append(one)
+    rows = []
+    for node, named in by_node.items():
+        is_accused = len({one.job for one in named}) >= ACCUSING_JOBS
+        found = [one for one in named if is_accused or one.is_of_node]
+        if not found:
+            continue
+        rows.append(
+            NodeCost(
+                node,
+                len(found),
+                sum((one.price for one in found), NONE),
+                tuple(dict.fromkeys(one.incident.cause for one in found)),
+                tuple(dict.fromkeys(one.job for one in found)),
+                sum(trend is not None and one.incident.opened > trend.newer.start for one in found),
+            )
         )
-        for node, found in by_node.items()
-        if any(one.price for one in found)
-    ]
     return tuple(sorted(rows, key=lambda row: (-row.price, -row.count, row.node))[:WORST_NODES])
+
+
+def _list_jobs(
+    settled: Sequence[JobState], priced: Sequence[PricedIncident]
+) -> tuple[JobCost, ...]:
+    rows = []
+    for job in settled:
+        totals = job.ledger.totals
+        rows.append(
+            JobCost(
+                job.name,
+                job.phase.is_final,
+                sum(totals.values(), NONE),
+                sum((span for one, span in totals.items() if one.is_effective), NONE),
+                sum((span for one, span in totals.items() if one.is_loss), NONE),
+                sum(one.interruptions for one in priced if one.job == job.name),
+            )
+        )
+    return tuple(sorted(rows, key=lambda row: (-row.lost, row.job)))
+
+
+# --- a part of a job's time
+
+
+def _find_start(job: JobState, incidents: Iterable[Incident]) -> datetime:
+    """Return when a job began: its first submission, as far as it is known."""
+    return min([job.submitted_at - job.ledger.earlier, *(one.opened for one in incidents)])
+
+
+def _cut(job: JobState, incidents: Sequence[Incident], since: datetime, now: datetime) -> JobState:
+    """Return a job with the accounts of its time after `since` only.
+
+    What incidents took is known by the second. The rest is divided as over the whole job.
+    """
+    end = job.ended_at or now
+    wall = min(measure_wall(job), max(NONE, end - since))
+    lost: dict[Account, timedelta] = {}
+    rest = dict(job.ledger.totals)
+    for one in incidents:
+        for account, span in one.costs.items():
+            rest[account] = rest.get(account, NONE) - span
+        for entry in one.entries:
+            if entry.end > since:
+                span = entry.end - max(since, entry.begin)
+                lost[entry.account] = lost.get(entry.account, NONE) + span
+    left = max(NONE, wall - sum(lost.values(), NONE))
+    queued = rest.get(Account.QUEUED, NONE)
+    if _find_start(job, incidents) + queued <= since:
+        rest[Account.QUEUED] = NONE  # a job queues before it is launched
+    rest = {account: span for account, span in rest.items() if span > NONE}
+    whole = sum(rest.values(), NONE)
+    totals = dict(lost)
+    for account, span in rest.items():
+        totals[account] = totals.get(account, NONE) + left * (span / whole)
+    if not whole and left:
+        totals[Account.UNKNOWN] = totals.get(Account.UNKNOWN, NONE) + left
+    ledger = replace(job.ledger, totals=totals, earlier=NONE, charged_until=end)
+    return replace(job, submitted_at=end - wall, ledger=ledger)
 
 
 WAITS = {
@@ -352,7 +474,8 @@ def _list_waits(job: JobState, priced: Sequence[PricedIncident]) -> list[JobWait
     for one in priced:
         for account in REPAIRING:
             if span := one.cost(account):
-                by_node.setdefault((account, one.node or "all its nodes"), []).append(span)
+                names = join_names(one.incident.nodes, 2) or "all its nodes"
+                by_node.setdefault((account, names), []).append(span)
     verbs = {Account.EXAMINING: "the examination of", Account.REPAIRING: "the repair of"}
     for (account, node), spans in by_node.items():
         whom = f"{verbs[account]} {node}"
@@ -591,4 +714,25 @@ def summarize(report: Report) -> str:
         parts.append(
             f"worst: {worst.node}, {count_noun(worst.count, 'fault')}, {format_span(worst.price)}"
         )
+    if report.trend is not None and report.trend.direction != "unchanged":
+        parts.append(f"getting {report.trend.direction}")
     return "; ".join(parts)
+
+
+def describe_trend(report: Report) -> str:
+    """Return whether faults become more frequent, in one sentence; empty if there were none."""
+    trend = report.trend
+    if trend is None or not report.interruptions:
+        return ""
+    verdict = {
+        "worse": "getting worse",
+        "better": "getting better",
+        "unchanged": "no clear change",
+    }[trend.direction]
+    older, newer = (_describe_half(one) for one in (trend.older, trend.newer))
+    return f"{verdict}: {newer} since {format_time(trend.newer.start)}, {older} before"
+
+
+def _describe_half(half: Period) -> str:
+    mtbf = f" (MTBF {format_span(half.mtbf)})" if half.mtbf is not None else ""
+    return f"{count_noun(half.interruptions, 'interruption')}{mtbf}"

@@ -31,7 +31,7 @@ from relaunch.job.events import (
 )
 from relaunch.job.state import Examine, Incident, JobState, Phase, Relaunch, Repair
 from relaunch.messages.bounds import MAX_REASON
-from relaunch.pool.messages import DrainRequest, Grant, Offer, Place, Suspect
+from relaunch.pool.messages import DrainRequest, Grant, Healing, Offer, Place, Suspect
 from relaunch.spec.job import JobSpec
 from relaunch.spec.policy import (
     EXHAUST,
@@ -225,6 +225,8 @@ class NodeRepairInput:
     """Without a strategy: the node has been silent since a reboot that was ordered."""
     proof: Proof | None = None
     """Of `describe_repair`; only a person's order has one."""
+    healed: tuple[Healing, ...] = ()
+    """Without a strategy: what is not done again, because it healed the node a short time ago."""
 
     def describe_repair(self) -> dict[str, object]:
         """Return what is signed of a person's order."""

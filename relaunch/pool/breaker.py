@@ -20,8 +20,17 @@ from relaunch.pool.events import (
     RepairRequest,
     ResumeCommand,
 )
-from relaunch.pool.messages import Permit, PermitRequest
-from relaunch.pool.nodes import add_notice, find_node, is_awaiting, is_out, mark_repair, put_node
+from relaunch.pool.messages import Healing, Permit, PermitRequest
+from relaunch.pool.nodes import (
+    add_notice,
+    find_node,
+    is_awaiting,
+    is_out,
+    is_released_since,
+    list_recent_repairs,
+    mark_repair,
+    put_node,
+)
 from relaunch.pool.restore import is_restoring
 from relaunch.pool.state import Breaker, FleetState, NodeRecord, NodeStatus, PermitRecord
 from relaunch.text import format_time, join_names
@@ -103,6 +112,9 @@ def _answer(state: FleetState, request: PermitRequest, now: datetime) -> FleetSt
         if not any(one.nonce == request.nonce for one in used):
             new = UsedProof(request.nonce, now + REPAIR_PROOF_LIFETIME, request.run)
             state = replace(state, used_proofs=(*used, new))
+    if is_released_since(record) and not request.job:
+        said = f"{record.name} was released meanwhile; order it again"
+        return _give_answer(state, request, False, said)
     if not may_repair(state):
         return state
     if (request.power or request.job) and is_awaiting(state, now):
@@ -275,7 +287,9 @@ def start_repairs(
     suspects.sort(key=lambda node: node.since or now)
     begun = {node.name: _mark_repairing(state, node, now) for node in suspects[:room]}
     nodes = tuple(begun.get(node.name, node) for node in state.nodes)
-    return replace(state, nodes=nodes), [_request_repair(node) for node in suspects[:room]]
+    return replace(state, nodes=nodes), [
+        _request_repair(node, list_recent_repairs(state, node, now)) for node in suspects[:room]
+    ]
 
 
 def _mark_repairing(state: FleetState, node: NodeRecord, now: datetime) -> NodeRecord:
@@ -288,7 +302,13 @@ def _mark_repairing(state: FleetState, node: NodeRecord, now: datetime) -> NodeR
     )
 
 
-def _request_repair(node: NodeRecord) -> RepairRequest:
+def _request_repair(node: NodeRecord, healed: tuple[Healing, ...]) -> RepairRequest:
     counted = (mark for mark in node.marks if not mark.retracted)
     gpus = tuple(dict.fromkeys(gpu for mark in counted for gpu in mark.gpus))
-    return RepairRequest(node.name, node.reason, gpus, after_reboot=is_silent_since_reboot(node))
+    return RepairRequest(
+        node.name,
+        node.reason,
+        gpus,
+        after_reboot=is_silent_since_reboot(node),
+        healed=healed,
+    )

@@ -447,6 +447,7 @@ def _add_mark(record: NodeRecord, report: FaultReport, suspect: Suspect) -> Node
     )
     if known is not None and (known.isolated or known.retracted or not suspect.isolate):
         return None
+    is_old = record.cleared_at is not None and suspect.at <= record.cleared_at
     mark = Mark(
         suspect.at,
         *said,
@@ -454,6 +455,7 @@ def _add_mark(record: NodeRecord, report: FaultReport, suspect: Suspect) -> Node
         text(suspect.reason) or suspect.cause,
         suspect.code,
         suspect.gpus,
+        "it is from before the node was found healthy or released" if is_old else "",
         isolated=suspect.isolate,
     )
     marks = sorted(

@@ -288,6 +288,8 @@ class RepairRequest:
     """None: the strategy that an examination calls for."""
     after_reboot: bool = False
     """The node has been silent since a reboot."""
+    healed: tuple[Healing, ...] = ()
+    """What was done to the node within `limits.cool_down`, which is not done again."""
 
 
 @dataclass(frozen=True, slots=True)

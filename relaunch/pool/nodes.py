@@ -38,8 +38,8 @@ REPAIR_TIMEOUT = timedelta(hours=3)
 """A repair has two hours and reports its end itself: one that has not reported by then never
 will."""
 MAX_NOTICES = 50
-MAX_HEALED = 8
-"""Healed GPUs kept of a node: a host has eight."""
+MAX_HEALED = 9
+"""Repairs that healed a node, kept of it: a reset of each of eight GPUs, and a reboot."""
 MAX_MOVES_NAMED = 4
 
 
@@ -264,7 +264,9 @@ def mark_repair(record: NodeRecord, workflow: str, run: str, now: datetime) -> N
     repair = f"{workflow}/{run}"
     if repair in (record.repair, record.repair_ended):
         return record
-    return replace(record, repair=repair, repair_since=now, repair_acts=False)
+    # One that was ordered is under way since then.
+    since = record.repair_since if record.repair == workflow else now
+    return replace(record, repair=repair, repair_since=since, repair_acts=False)
 
 
 def record_repair_result(state: FleetState, fact: RepairResult, now: datetime) -> FleetState:
@@ -280,6 +282,7 @@ def record_repair_result(state: FleetState, fact: RepairResult, now: datetime) -
         or record.repair_ended == repair
     ):
         return state
+    is_released = is_released_since(record)
     # An inventory from before the repair is no longer valid.
     record = replace(
         record,
@@ -297,7 +300,7 @@ def record_repair_result(state: FleetState, fact: RepairResult, now: datetime) -
         record = _record_healing(record, fact.healing)
     if fact.job and record.status is not NodeStatus.REPAIRING:
         return put_node(state, record)
-    if _proves_nothing(record, fact):
+    if _proves_nothing(record, fact) or (is_released and fact.outcome != "done"):
         return add_notice(
             put_node(state, record),
             f"{record.name} stays in service, its repair was refused: {fact.reason}",
@@ -308,11 +311,7 @@ def record_repair_result(state: FleetState, fact: RepairResult, now: datetime) -
 
 def _record_healing(record: NodeRecord, healing: Healing) -> NodeRecord:
     """Record what healed the node, and retract the marks of faults that this healed."""
-    older = (
-        one
-        for one in record.healed
-        if healing.gpus and not (one.gpus and set(one.gpus) <= set(healing.gpus))
-    )
+    older = (one for one in record.healed if not _repeats(healing, one))
     healed = (*older, healing)[-MAX_HEALED:]
     marks = tuple(
         replace(mark, retracted=f"{healing.strategy} healed it")
@@ -323,6 +322,35 @@ def _record_healing(record: NodeRecord, healing: Healing) -> NodeRecord:
         for mark in record.marks
     )
     return replace(record, healed=healed, marks=marks)
+
+
+def _repeats(healing: Healing, older: Healing) -> bool:
+    """Return whether this is what was done before, to the same GPUs or to more."""
+    is_covered = not healing.gpus or (bool(older.gpus) and {*older.gpus} <= {*healing.gpus})
+    return older.strategy is healing.strategy and is_covered
+
+
+def list_recent_repairs(
+    state: FleetState, record: NodeRecord, now: datetime
+) -> tuple[Healing, ...]:
+    """Return what healed the node within the fleet's cool-down, and since a person released it."""
+    return tuple(
+        one
+        for one in record.healed
+        if now - one.at < state.limits.cool_down
+        and (record.released_at is None or one.at > record.released_at)
+    )
+
+
+def is_released_since(record: NodeRecord) -> bool:
+    """Return whether a person has released the node since its repair began, and nothing was done
+    to it."""
+    return (
+        record.released_at is not None
+        and record.repair_since is not None
+        and record.released_at > record.repair_since
+        and not record.repair_acts
+    )
 
 
 def _proves_nothing(record: NodeRecord, fact: RepairResult) -> bool:
@@ -353,6 +381,7 @@ def _apply_repair(
     done = fact.outcome == "done"
     if done:
         record = retract_marks(record, "examined healthy after a repair")
+        record = replace(record, cleared_at=now)
     if record.is_removed:
         return quarantine(record, FLEET_FILE, NOT_IN_FILE, now)
     if record.status is NodeStatus.QUARANTINED and not is_taken_by_relaunch(record):
@@ -422,10 +451,13 @@ def release_node(state: FleetState, fact: ReleaseCommand, now: datetime) -> Flee
             f"{by} asked to release {fact.node}, which is not in the file of fleet {state.name}",
             now,
         )
-    record = retract_marks(
-        replace(put_in_service(record, now, f"{by} released it: {reason}"), inventory_at=None),
-        f"{by} released it: {reason}",
+    record = replace(
+        put_in_service(record, now, f"{by} released it: {reason}"),
+        inventory_at=None,
+        cleared_at=now,
+        released_at=now,
     )
+    record = retract_marks(record, f"{by} released it: {reason}")
     return add_notice(put_node(state, record), f"{by} released {record.name}: {reason}", now)
 
 

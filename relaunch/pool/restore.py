@@ -60,6 +60,8 @@ def _export_node(record: NodeRecord) -> NodeRecord:
         verdict_at=record.verdict_at,
         verdict_reason=record.verdict_reason,
         healed=record.healed,
+        cleared_at=record.cleared_at,
+        released_at=record.released_at,
         past=record.past,
     )
 
@@ -144,6 +146,8 @@ def _restore_node(record: NodeRecord, known: NodeRecord | None) -> NodeRecord:
             record,
             power_cycles=tuple(dict.fromkeys((*known.power_cycles, *record.power_cycles))),
             healed=tuple(dict.fromkeys((*known.healed, *record.healed)))[-MAX_HEALED:],
+            cleared_at=_newest(known.cleared_at, record.cleared_at),
+            released_at=_newest(known.released_at, record.released_at),
             past=tuple(dict.fromkeys((*known.past, *record.past)))[-MAX_PAST:],
         )
     if known is None:
@@ -175,6 +179,10 @@ def _restore_node(record: NodeRecord, known: NodeRecord | None) -> NodeRecord:
         verdict_at=record.verdict_at or known.verdict_at,
         verdict_reason=record.verdict_reason or known.verdict_reason,
     )
+
+
+def _newest(*times: datetime | None) -> datetime | None:
+    return max((at for at in times if at is not None), default=None)
 
 
 def _name(mark: Mark) -> tuple[str, int, int]:

@@ -137,7 +137,12 @@ class NodeRecord:
     """Kept whatever happens to the node later: `verdict_at` gives its age."""
     healed: tuple[Healing, ...] = ()
     """What repairs did that an examination then confirmed, the newest last; a later one replaces
-    those of the same GPUs."""
+    the same of the same GPUs."""
+    cleared_at: datetime | None = None
+    """When a repair last proved the node healthy, or a person released it: evidence from before is
+    no reason to take it out of service."""
+    released_at: datetime | None = None
+    """When a person last released it: `limits.cool_down` counts no repair from before."""
     past: tuple[PastReason, ...] = ()
     """Reasons that kept the node from jobs and no longer hold, the newest last."""
     repair_ended: str = ""

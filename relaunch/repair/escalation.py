@@ -10,6 +10,8 @@ then rebooted. What only a person can mend (a cable, a power plug) is examined t
 
 Where the backend of the node resets no GPUs, that begins with REBOOT_NODE.
 
+What healed the node within its fleet's cool-down is not done again: the next step is.
+
 `machine` carries out one strategy.
 """
 
@@ -27,6 +29,7 @@ from relaunch.evidence.nvml import NVML_HANGS
 from relaunch.repair.explain import MAX_SENTENCE
 from relaunch.repair.state import FinishRepair, LogEntry, RepairOutcome, RepairState
 from relaunch.spec.policy import Strategy
+from relaunch.text import format_time
 
 EXAMINATION_DELAYS = (timedelta(minutes=1), timedelta(minutes=5), timedelta(minutes=15))
 """Delays after an inconclusive examination: an agent needs seconds, DCGM's service minutes, a host
@@ -37,6 +40,16 @@ restarts comes back within minutes, and leptonai/gpud waits four."""
 MAX_HANGS = 3
 """Examinations in a row after which NVML that does not answer is taken for a driver that hangs. A
 busy host answers by then; one that was silent before may only have booted."""
+
+
+@dataclass(frozen=True, slots=True)
+class PastRepair:
+    """A strategy that was carried out on the node earlier, after which it was found healthy."""
+
+    strategy: Strategy
+    at: datetime
+    gpus: tuple[str, ...] = ()
+    """Bus ids of the GPUs that were reset; empty: the whole node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +83,8 @@ class Escalation:
     hangs: int = 0
     """Number of inconclusive examinations in a row in which NVML did not answer, and the node
     did."""
+    healed: tuple[PastRepair, ...] = ()
+    """What healed the node a short time ago: it is not done again, but what comes after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,12 +224,51 @@ def _repair_unhealthy(
     if _needs_person(health):
         return _await_person(escalation, reason, left)
     faults = [finding for finding in health.findings if _is_fault(finding)]
-    is_fixed_by_reset = faults and all(one.cause is Cause.GPU_RESET for one in faults)
+    is_fixed_by_reset = bool(faults) and all(one.cause is Cause.GPU_RESET for one in faults)
+    # A fault that names no GPU (for example of an NVSwitch) is fixed by a reset of all GPUs.
+    is_named = all(one.gpu is not None for one in faults)
+    return _reset_or_reboot(escalation, is_fixed_by_reset, health.gpus if is_named else (), reason)
+
+
+def _reset_or_reboot(
+    escalation: Escalation, is_fixed_by_reset: bool, gpus: tuple[str, ...], reason: str
+) -> EscalationDecision:
+    """Return the weakest strategy that was not tried, and that has not healed the node a short
+    time ago: a person is next after a reboot."""
+    reset = None
     if is_fixed_by_reset and escalation.can_reset and not escalation.tried:
-        # A fault that names no GPU (for example of an NVSwitch) is fixed by a reset of all GPUs.
-        is_named = all(one.gpu is not None for one in faults)
-        return StartStrategy(Strategy.RESET_GPU, health.gpus if is_named else (), reason)
+        reset = _find_past_repair(escalation, Strategy.RESET_GPU, gpus)
+        if reset is None:
+            return StartStrategy(Strategy.RESET_GPU, gpus, reason)
+    rebooted = _find_past_repair(escalation, Strategy.REBOOT_NODE)
+    if rebooted is not None:
+        repeats = f"it was rebooted {_describe_end(rebooted)}"
+        person = f"{repeats}, so a person should look at its hardware (limits.cool_down)"
+        return _finish(escalation, "refused", f"{person}; {reason}")
+    if reset is not None:
+        gpu = f"GPU {', '.join(reset.gpus)} was" if reset.gpus else "its GPUs were"
+        repeats = f"{gpu} reset {_describe_end(reset)}, so it is rebooted (limits.cool_down)"
+        reason = f"{repeats}; {reason}"
     return StartStrategy(Strategy.REBOOT_NODE, (), reason)
+
+
+def _find_past_repair(
+    escalation: Escalation, strategy: Strategy, gpus: tuple[str, ...] = ()
+) -> PastRepair | None:
+    """Return when the node was healed in this way: a reset of any of these GPUs, or of all."""
+    return next(
+        (
+            one
+            for one in reversed(escalation.healed)
+            if one.strategy is strategy
+            and (not gpus or not one.gpus or not {*gpus}.isdisjoint(one.gpus))
+        ),
+        None,
+    )
+
+
+def _describe_end(one: PastRepair) -> str:
+    return f"at {format_time(one.at)} and was healthy then"
 
 
 def _await_person(escalation: Escalation, reason: str, left: timedelta) -> EscalationDecision:
@@ -236,12 +290,9 @@ def _examine_again(escalation: Escalation, health: Health, left: timedelta) -> E
         reason = f"the health of {node} is unknown after {examinations}: {reason}"
     if escalation.cancel_reason:
         return _finish(escalation, outcome, f"cancelled: {escalation.cancel_reason}; {reason}")
-    if escalation.hangs >= MAX_HANGS and left > timedelta(0):
-        hangs = f"{reason}; its driver hangs"
-        if escalation.can_reset and not escalation.tried:
-            return StartStrategy(Strategy.RESET_GPU, (), hangs)
-        if Strategy.REBOOT_NODE not in escalation.tried:
-            return StartStrategy(Strategy.REBOOT_NODE, (), hangs)
+    may_act = left > timedelta(0) and Strategy.REBOOT_NODE not in escalation.tried
+    if escalation.hangs >= MAX_HANGS and may_act:
+        return _reset_or_reboot(escalation, True, (), f"{reason}; its driver hangs")
     is_last = unknown > len(EXAMINATION_DELAYS)
     if is_last and _may_power_cycle(escalation, health) and left > timedelta(0):
         return StartStrategy(Strategy.REBOOT_NODE, (), reason, power=True)

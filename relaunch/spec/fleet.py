@@ -147,6 +147,12 @@ class FleetLimits(StrictModel):
 
     After that, one gives way.
     """
+    cool_down: Duration = timedelta(days=1)
+    """How long the fleet repeats no repair of a node that an examination then found healthy.
+
+    What fails again within that time gets the next step: after a reset of these GPUs a reboot,
+    after a reboot a person. 0s: off.
+    """
     drain_within: Duration = timedelta(hours=2)
     """How long a job may stay on a node to be examined because of another job that was there.
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from relaunch.activities import traces
 from relaunch.activities.traces import TraceSender
 from relaunch.config import ConfigError, find_trace_endpoint
-from tests.receivers import find_port, webhook
+from tests.receivers import Webhook, find_port, webhook
 from tests.recovery.test_trace import closed
-from tests.traces import list_traces
+from tests.traces import ReceivedSpan, list_traces
 
 PATIENCE_S = 60.0
 MADE = closed(("detecting", 100, 101), ("stopping", 101, 110), nodes=("n1",))
@@ -223,3 +226,44 @@ def test_the_endpoint_is_that_of_the_standard_variables(
         assert any(repr(value) in str(caught.value) for value in variables.values())
     else:
         assert find_trace_endpoint() == expected
+
+
+ROTEL = shutil.which("rotel-agent") or ""
+"""A collector of others, from the package `rotel` of PyPI."""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not ROTEL, reason="no rotel-agent is installed")
+@pytest.mark.parametrize("compression", ["none", "gzip"])
+def test_a_collector_of_others_passes_a_trace_on_unchanged(
+    compression: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port, grpc = find_port(), find_port()
+    with webhook() as direct, sender(direct.url) as made:
+        made.submit(MADE)
+        until(lambda: direct.requests, "nothing is sent")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", compression)
+    with webhook() as received, (tmp_path / "rotel.log").open("wb") as log:
+        words = [
+            *(ROTEL, "start", "--otlp-http-endpoint", f"127.0.0.1:{port}"),
+            *("--otlp-grpc-endpoint", f"127.0.0.1:{grpc}"),
+            *("--exporter", "otlp", "--otlp-exporter-protocol", "http"),
+            *("--otlp-exporter-compression", "none"),
+            *("--otlp-exporter-endpoint", "http://127.0.0.1:1"),  # of metrics, logs
+            *("--otlp-exporter-traces-endpoint", received.url),
+        ]
+        collector = subprocess.Popen(words, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        try:
+            with sender(f"http://127.0.0.1:{port}/v1/traces") as made:
+                made.submit(MADE)
+                until(lambda: received.requests or collector.poll(), "nothing is passed on")
+                assert collector.poll() is None, (tmp_path / "rotel.log").read_text()
+        finally:
+            collector.terminate()
+            collector.wait()
+    assert len(decode_all(direct)) > 1
+    assert decode_all(received) == decode_all(direct)
+
+
+def decode_all(received: Webhook) -> list[ReceivedSpan]:
+    return sorted((one for trace in list_traces(received) for one in trace), key=lambda one: one.id)

@@ -22,6 +22,7 @@ import uuid
 from collections import ChainMap
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -41,6 +42,7 @@ from relaunch.temporal import connect, ensure_namespace, read_server_id, read_st
 from tests.chaos.clocks import Clocks
 from tests.chaos.disks import Disk
 from tests.chaos.places import LocalPlaces, Places, SshPlaces, environments
+from tests.invariants import find_unbalanced
 
 if TYPE_CHECKING:
     from tests.chaos.rival import Rival
@@ -74,6 +76,8 @@ be taken for a hang."""
 
 ENCRYPTION = "RELAUNCH_ENCRYPTION_KEY"
 """How the variables begin that tests pass on: with them, every suite runs with encryption."""
+
+ENDS = ("SUCCEEDED", "FAILED", "CANCELLED")
 
 Found = TypeVar("Found")
 
@@ -163,6 +167,8 @@ class Job:
     name: str
     folder: Path
     run_id: str
+    is_counted: bool = False
+    """Its accounts were checked after its end."""
 
     async def look(self) -> JobSnapshot:
         return await jobs.load_job(self.world.client, self.name)
@@ -190,11 +196,31 @@ class Job:
                 else None
             )
 
-        return await self.until(
+        found = await self.until(
             reached,
             f"{self.name} is not {' or '.join(phases)} in generation {generation}",
             patience,
         )
+        if found[0] in ENDS:
+            await self.check_accounts()
+        return found
+
+    async def check_accounts(self) -> None:
+        """Check that the accounts of a job that has ended add up to the time that it took."""
+        state = await self.state()
+        if state.ended_at is None:
+            return  # it was terminated, and nothing has counted since
+        wrong = find_unbalanced(state)
+        described = await jobs.describe(self.world.client, self.name)
+        if described.raw_info.first_run_id == self.run_id:
+            # The ledger began when the server says that the job did.
+            first = self.world.client.get_workflow_handle(f"job/{self.name}", run_id=self.run_id)
+            began = (await first.describe()).start_time
+            if abs(state.submitted_at - began) > timedelta(seconds=1):
+                wrong.append(f"{self.name} began at {began}, and counts from {state.submitted_at}")
+        self.is_counted = True
+        if wrong:
+            raise Unmet("; ".join(wrong))
 
     async def until(
         self,
@@ -506,7 +532,24 @@ class World:
         await worker.start()
         return worker
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, error: object = None, *_: object) -> None:
+        try:
+            if error is None and hasattr(self, "client"):
+                await self._check_accounts()
+        finally:
+            await self._close()
+
+    async def _check_accounts(self) -> None:
+        """Check those of jobs whose end no test has waited for, where the server still runs."""
+        if self.server.running is None or self.server.running.returncode is not None:
+            return
+        for job in [one for one in self.made if not one.is_counted]:
+            with contextlib.suppress(RPCError, ConfigError):
+                phase, _ = await job.phase()
+                if phase in ENDS:
+                    await job.check_accounts()
+
+    async def _close(self) -> None:
         for worker in (self.worker, *self.others):
             await worker.end()
         for disk in self.disks_of.values():

@@ -40,7 +40,7 @@ VIEW_KEYS = {
         "nodes",
         "waits",
     ),
-    *("checkpoints", "advice", "missing"),
+    *("checkpoints", "advice", "missing", "by_job", "trend"),
 }
 UI = "http://127.0.0.1:8233/namespaces/default/workflows/job%2Fllama/run-1"
 

@@ -22,6 +22,7 @@ from relaunch.repair.escalation import (
     Escalation,
     EscalationDecision,
     ExamineNode,
+    PastRepair,
     StartStrategy,
     apply_examination,
     apply_strategy_end,
@@ -563,3 +564,47 @@ def test_escalation_ends_and_tries_each_repair_once_if_unhealthy(
         "power" not in orders or Strategy.REBOOT_NODE in orders
     )
     assert (step.outcome == "done") == (step.verdict is Verdict.HEALTHY)
+
+
+# --- what healed the node a short time ago
+
+
+def past(strategy: Strategy, *gpus: str) -> PastRepair:
+    return PastRepair(strategy, at(-3600), gpus)
+
+
+RESET_0, RESET_ALL = past(Strategy.RESET_GPU, bus(0)), past(Strategy.RESET_GPU)
+REBOOTED = past(Strategy.REBOOT_NODE)
+
+
+@pytest.mark.parametrize(
+    ("found", "healed", "strategy"),
+    [
+        (RESETTABLE, (), Strategy.RESET_GPU),
+        (RESETTABLE, (past(Strategy.RESET_GPU, bus(5)),), Strategy.RESET_GPU),
+        (RESETTABLE, (REBOOTED,), Strategy.RESET_GPU),
+        (RESETTABLE, (RESET_0,), Strategy.REBOOT_NODE),
+        (RESETTABLE, (RESET_ALL,), Strategy.REBOOT_NODE),
+        (RESETTABLE, (RESET_0, REBOOTED), None),
+        (FATAL, (RESET_0,), Strategy.REBOOT_NODE),
+        (FATAL, (REBOOTED,), None),
+    ],
+)
+def test_what_healed_a_node_lately_gives_way_to_the_next_step(
+    found: Health, healed: tuple[PastRepair, ...], strategy: Strategy | None
+) -> None:
+    decision = then(replace(BEGUN, healed=healed), found)
+    if strategy is not None:
+        assert isinstance(decision, StartStrategy)
+        assert decision.strategy is strategy
+    else:
+        assert isinstance(decision, FinishRepair)
+        assert (decision.outcome, decision.verdict) == ("refused", Verdict.UNHEALTHY)
+
+
+def test_a_driver_that_hangs_again_is_not_reset_again(snapshot: SnapshotAssertion) -> None:
+    rebooted = then(replace(BEGUN, healed=(RESET_0,)), HUNG, HUNG, HUNG)
+    assert isinstance(rebooted, StartStrategy)
+    assert (rebooted.strategy, rebooted.reason) == (Strategy.REBOOT_NODE, snapshot)
+    left = then(replace(BEGUN, healed=(RESET_0, REBOOTED)), HUNG, HUNG, HUNG)
+    assert (left.kind, left.reason) == ("FinishRepair", snapshot)

@@ -21,6 +21,7 @@ from relaunch.pool.events import (
     GrantMessage,
     MalformedMessage,
     Order,
+    PermitMessage,
     ProbeOrder,
     ProbeResults,
     QuarantineCommand,
@@ -37,7 +38,7 @@ from relaunch.pool.state import LiveGeneration, NodeProbe, NodeStatus, PastReaso
 from relaunch.pool.status import MAX_PAST
 from relaunch.spec.fleet import FleetLimits
 from relaunch.spec.policy import Strategy
-from tests.recovery.fleet_builders import T0, Desk, began, ended, look, nodes, suspect
+from tests.recovery.fleet_builders import T0, Desk, began, ended, look, nodes, permit, suspect
 
 DRAIN = QuarantineCommand("n1", "a fan", "grace", timedelta(minutes=30))
 
@@ -570,8 +571,76 @@ def test_what_healed_a_node_is_kept_and_retracts_older_marks() -> None:
     assert desk.node("n4").healed == (reset, other)
     assert export_state(desk.state).nodes[0].healed == (reset, other)
     reboot = heal(Strategy.REBOOT_NODE, 4)
-    assert desk.node("n4").healed == (reboot,)
+    assert desk.node("n4").healed == (reset, other, reboot)
+    again = heal(Strategy.REBOOT_NODE, 5)
+    assert desk.node("n4").healed == (reset, other, again)
     assert [bool(mark.retracted) for mark in desk.node("n4").marks] == [True, True, True, False]
+
+
+def test_evidence_from_before_a_repair_or_a_release_is_no_news() -> None:
+    desk = Desk()
+    desk.claim("a", 1, holds=("n1",), suspects=(suspect("n4", isolate=True),))
+    desk.now += timedelta(minutes=20)
+    desk.go(began("n4"), ended("n4"))
+    assert desk.node("n4").status is NodeStatus.IN_SERVICE
+    # of another job, which could not report for some time
+    late = replace(suspect("n4", isolate=True), at=desk.now - timedelta(seconds=1))
+    desk.claim("b", 1, holds=("n2",), suspects=(late,))
+    assert desk.node("n4").status is NodeStatus.IN_SERVICE
+    assert desk.of(RepairRequest) == []
+    assert desk.node("n4").marks[-1].retracted
+    desk.now += timedelta(minutes=1)
+    new = replace(late, generation=2, at=desk.now)
+    desk.claim("b", 1, seq=2, holds=("n2",), suspects=(late, new))
+    assert desk.node("n4").status is NodeStatus.REPAIRING
+    desk.now += timedelta(minutes=1)
+    desk.go(ended("n4", "refused"), ReleaseCommand("n4", "reseated", "grace"))
+    older = replace(new, at=desk.now - timedelta(seconds=1))
+    desk.claim("c", 1, holds=("n3",), suspects=(older,))
+    assert desk.node("n4").status is NodeStatus.IN_SERVICE
+    assert export_state(desk.state).nodes[-1].cleared_at == desk.now
+
+
+def test_a_repair_gets_what_healed_the_node_within_the_cool_down() -> None:
+    desk = Desk(cool_down="6h")
+    card = ("0000:05:00",)
+
+    def fail(generation: int) -> RepairRequest:
+        more = replace(suspect("n4", generation, gpus=card, isolate=True), at=desk.now)
+        desk.claim("a", 1, seq=generation, holds=("n1",), suspects=(more,))
+        (order,) = desk.of(RepairRequest)
+        return order
+
+    assert fail(1).healed == ()
+    desk.go(began("n4"))
+    reset = Healing(Strategy.RESET_GPU, desk.now, card)
+    desk.go(replace(ended("n4"), healing=reset))
+    desk.now += timedelta(hours=5)
+    assert fail(2).healed == (reset,)
+    reboot = Healing(Strategy.REBOOT_NODE, desk.now)
+    desk.go(began("n4", "r2"), replace(ended("n4", run="r2"), healing=reboot))
+    desk.now += timedelta(hours=5)
+    assert fail(3).healed == (reboot,)  # ten hours after the reset, five after the reboot
+    desk.go(began("n4", "r3"), ended("n4", "refused", "r3"))
+    assert desk.node("n4").status is NodeStatus.QUARANTINED
+    desk.now += timedelta(minutes=1)
+    desk.go(ReleaseCommand("n4", "new card", "grace"))
+    desk.now += timedelta(minutes=1)
+    assert fail(4).healed == ()  # grace has mended it
+
+
+def test_a_release_withdraws_a_repair_that_has_done_nothing(snapshot: SnapshotAssertion) -> None:
+    desk = Desk()
+    desk.claim("a", 1, holds=("n1",), suspects=(suspect("n4", isolate=True),))
+    desk.go(began("n4"))
+    desk.now += timedelta(minutes=20)
+    desk.go(ReleaseCommand("n4", "it was the switch", "grace"))
+    desk.go(permit("n4"))
+    (answer,) = desk.of(PermitMessage)
+    assert (answer.permit.allowed, answer.permit.reason) == (False, snapshot)
+    desk.go(ended("n4", "refused", verdict=Verdict.UNHEALTHY, reason="released"))
+    assert desk.node("n4").status is NodeStatus.IN_SERVICE
+    assert desk.state.notices[-1] == snapshot
 
 
 def test_three_jobs_failing_on_a_node_in_a_day_make_it_a_suspect(
@@ -619,7 +688,10 @@ def test_the_oldest_suspects_are_repaired_first_up_to_the_limit(
         1,
         seq=3,
         holds=("n1",),
-        suspects=(suspect("n4", 3, isolate=True), suspect("n2", 3, isolate=True)),
+        suspects=(
+            replace(suspect("n4", 3, isolate=True), at=desk.now),
+            suspect("n2", 3, isolate=True),
+        ),
     )
     assert desk.node("n3").status is NodeStatus.REPAIRING
     assert desk.of(RepairRequest) == []

@@ -7,9 +7,10 @@ from datetime import timedelta
 from functools import cache
 
 import pytest
+from syrupy.assertion import SnapshotAssertion
 
 from relaunch.evidence.causes import Cause
-from relaunch.job.accounts import Account, Ledger
+from relaunch.job.accounts import Account, Ledger, LedgerEntry
 from relaunch.job.report import (
     JobRecord,
     Report,
@@ -26,6 +27,7 @@ LLAMA_FAULTS, LLAMA_TIME = 419, timedelta(days=54)
 """Llama 3 405B, arXiv 2407.21783, Table 5."""
 MTBF = LLAMA_TIME / LLAMA_FAULTS
 MINUTE = 60.0
+HOUR = timedelta(hours=1)
 
 
 def report_on(job: JobState) -> Report:
@@ -154,6 +156,33 @@ def test_a_node_that_only_a_program_accuses_is_not_named() -> None:
     assert [row.node for row in nodes] == ["n2"]
 
 
+def test_a_node_on_which_three_jobs_failed_is_named() -> None:
+    fault = FaultRecord(T0, 1, Cause.APPLICATION, "exit 1", nodes=("n2",), by_program=True)
+    bug = replace(INCIDENTS[0], cause=Cause.APPLICATION, faults=(fault,))
+
+    def list_rows(count: int) -> list[tuple[str, int, tuple[str, ...]]]:
+        jobs = [replace(make_job(), name=f"j{one}", incidents=(bug,)) for one in range(count)]
+        report = make_report([JobRecord(job, job.incidents) for job in jobs], T0)
+        return [(row.node, row.count, row.jobs) for row in report.nodes]
+
+    assert list_rows(2) == []
+    assert list_rows(3) == [("n2", 3, ("j0", "j1", "j2"))]
+    lost_shim = replace(bug, cause=Cause.NODE_FAULT)  # no program says so, and none is sure
+    job = replace(make_job(), incidents=(lost_shim,))
+    assert [row.node for row in report_on(job).nodes] == ["n2"]
+    assert [one.setting for one in report_on(job).advice if "quarantine" in one.what] == []
+
+
+def test_jobs_are_listed_by_what_they_lost() -> None:
+    worse, better = make_job(), replace(make_job(), name="other", incidents=())
+    totals = {Account.PRODUCTIVE: timedelta(hours=1)}
+    better = replace(better, ledger=replace(better.ledger, totals=totals))
+    report = make_report([JobRecord(better, ()), JobRecord(worse, INCIDENTS)], T0)
+    assert [(row.job, row.interruptions) for row in report.by_job] == [("llama", 5), ("other", 0)]
+    assert report.by_job[1].ettr == 1.0
+    assert sum((row.lost for row in report.by_job), timedelta(0)) == report.loss
+
+
 def test_interruptions_are_counted_by_generation() -> None:
     faults = [FaultRecord(T0, number, Cause.HANG, "hung") for number in (1, 1, 2, 3)]
     faults[3] = replace(faults[3], withdrawn="it answers again")
@@ -241,6 +270,42 @@ def test_incidents_before_the_period_are_left_out() -> None:
     job = make_job()
     report = make_report([JobRecord(job, INCIDENTS)], T0, since=at(45_000))
     assert [one.incident.generation for one in report.incidents] == [5, 6]
+
+
+def test_a_period_has_its_own_accounts_and_figures(snapshot: SnapshotAssertion) -> None:
+    record = train(Training(interval=1800.0, cost=60.0), [6 * 3600.0] * 8)
+    job, end = record.state, record.state.ended_at
+    assert end is not None
+    whole = make_report([record], end)
+    since = end - timedelta(hours=15)
+    part = make_report([record], end, since=since)
+    assert (part.wall, part.start, part.interruptions) == (timedelta(hours=15), since, 3)
+    assert sum(part.totals.values(), timedelta(0)) == pytest.approx(
+        part.wall, abs=timedelta(milliseconds=1)
+    )
+    # what these faults took is exact
+    costs = sum((one.price for one in part.incidents), timedelta(0))
+    saving, rest = part.total(Account.SAVING), part.total(Account.LAUNCHING)
+    assert part.loss - saving - costs < timedelta(minutes=5), (rest, whole.totals)
+    assert part.mtbf == timedelta(hours=5)
+    assert part.ettr is not None and whole.ettr is not None and abs(part.ettr - whole.ettr) < 0.02
+    assert part.missing == snapshot
+    # nothing before it: the same as without
+    assert make_report([record], end, since=job.submitted_at) == whole
+
+
+def test_an_incident_that_lasts_into_a_period_counts_there() -> None:
+    entry = LedgerEntry(Account.WAITING_FOR_PERSON, at(100), at(7300))
+    asked = replace(priced(0, waiting_for_person=7200), entries=(entry,))
+    queued = {Account.QUEUED: timedelta(seconds=100)}
+    totals = {**queued, Account.WAITING_FOR_PERSON: 2 * HOUR}
+    ended = replace(running(), phase=Phase.FAILED, ended_at=at(7300))
+    job = replace(ended, incidents=(asked,), ledger=Ledger(at(7300), totals))
+    report = make_report([JobRecord(job, (asked,))], T0, since=at(3700))
+    assert (report.wall, report.totals) == (HOUR, {Account.WAITING_FOR_PERSON: HOUR})
+    nothing = replace(ended, ledger=Ledger(at(7300), queued))
+    unknown = make_report([JobRecord(nothing, ())], T0, since=at(3700))
+    assert unknown.totals == {Account.UNKNOWN: HOUR}
 
 
 def test_an_open_incident_is_charged_up_to_now() -> None:

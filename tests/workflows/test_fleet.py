@@ -20,7 +20,7 @@ from relaunch.activities.fleet import FleetActivities
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Verdict
 from relaunch.pool.messages import Suspect
-from relaunch.pool.state import FleetState, NodeStatus
+from relaunch.pool.state import FleetState, NodeRecord, NodeStatus
 from relaunch.spec.fleet import FleetNode
 from tests.fakes.nodes import Script, Sick, Takes
 from tests.workflows.claimants import claimants, eventually, fleet_state, until_fleet
@@ -282,6 +282,73 @@ async def test_a_repair_that_met_a_pause_is_repeated_not_quarantined(
         assert [one.command for one in rig.backend.upkeep if one.kind == "began"].count(
             "reset-gpus"
         ) == 1
+
+
+def blame(node: str, generation: int = 1) -> Suspect:
+    """A job's certain evidence against a node, of now."""
+    reason = f"Xid 79 on {node}"
+    now = datetime.now(UTC)
+    return Suspect(node, now, generation, Cause.GPU_FATAL, reason, code="Xid 79", isolate=True)
+
+
+async def test_a_release_withdraws_what_a_repair_asks(make_rig: MakeRig) -> None:
+    sick = Script((Sick(node="n2", remap_pending=0, until="reset"),), then="run")
+    async with (
+        make(make_rig, sick, nodes=2, gpus=1, repairs="ask") as rig,
+        claimants(rig) as begin,
+    ):
+        job = await begin()
+        await job.claim(0, suspects=(blame("n2"),))
+        repair = rig.client.get_workflow_handle(f"repair/{rig.fleets.known.name}/n2")
+        await until_fleet(rig, lambda state: "/" in find(state, "n2").repair, "a repair of n2")
+
+        async def is_asked() -> bool:
+            return str(await repair.query("next")).startswith("AskPerson")
+
+        await eventually(is_asked, "a question", rig)
+        await rig.fleet.signal("release", {"node": "n2", "reason": "reseated", "by": "grace"})
+        state = await until_fleet(rig, lambda state: not find(state, "n2").repair, "its end")
+        assert standing(state, "n2") is NodeStatus.IN_SERVICE
+        end = await repair.result()
+        assert (end["outcome"], "grace released it: reseated" in end["reason"]) == ("refused", True)
+        assert not [one for one in rig.backend.upkeep if one.command == "reset-gpus"]
+
+
+@pytest.mark.long
+async def test_within_the_cool_down_a_node_gets_the_next_repair(
+    make_rig: MakeRig,
+) -> None:
+    sick = Sick(node="n2", remap_pending=0, until="reset")
+    async with (
+        make(make_rig, Script((sick,), then="run"), nodes=2, gpus=1) as rig,
+        claimants(rig) as begin,
+    ):
+        job = await begin()
+        for generation, status in enumerate(
+            (NodeStatus.IN_SERVICE, NodeStatus.IN_SERVICE, NodeStatus.QUARANTINED), 1
+        ):
+            if generation > 1:
+                rig.backend.fall_ill("n2", sick)
+            await job.claim(0, suspects=(blame("n2", generation),))
+            state = await until_fleet(
+                rig,
+                lambda state, count=generation: (  # type: ignore[misc]
+                    len(find(state, "n2").marks) == count and not is_out_for_now(state)
+                ),
+                f"the end of repair {generation}",
+            )
+            assert standing(state, "n2") is status
+        acts = [one.command for one in rig.backend.upkeep if one.kind == "began"]
+        assert [one for one in acts if one != "diagnose"] == ["reset-gpus", "reboot"]
+        assert "limits.cool_down" in find(state, "n2").reason
+
+
+def find(state: FleetState, node: str) -> NodeRecord:
+    return next(record for record in state.nodes if record.name == node)
+
+
+def is_out_for_now(state: FleetState) -> bool:
+    return standing(state, "n2") in (NodeStatus.SUSPECT, NodeStatus.REPAIRING)
 
 
 async def test_a_silent_node_is_waited_for_and_granted_once_it_answers(make_rig: MakeRig) -> None:

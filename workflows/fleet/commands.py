@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from temporalio import workflow
 from temporalio.exceptions import (
     ActivityError,
+    ApplicationError,
     RetryState,
     WorkflowAlreadyStartedError,
     is_cancelled_exception,
@@ -182,6 +183,7 @@ async def _start_child(fleet: str, order: RepairRequest) -> bool:
                 deadline=workflow.now() + REPAIR_TIMEOUT,
                 gpus=order.gpus,
                 after_reboot=order.after_reboot,
+                healed=order.healed,
             ),
             id=f"{REPAIR_ID_PREFIX}{fleet}/{order.node}",
             parent_close_policy=ParentClosePolicy.ABANDON,
@@ -191,6 +193,18 @@ async def _start_child(fleet: str, order: RepairRequest) -> bool:
         return False
     repair.add_done_callback(_retrieve_result)
     return True
+
+
+async def withdraw_repair(repair: str, reason: str) -> None:
+    """Cancel a repair, named `repair/FLEET/NODE/RUN` or, before it begins, without the run."""
+    parts = repair.split("/")
+    handle = workflow.get_external_workflow_handle(
+        "/".join(parts[:3]), run_id="".join(parts[3:]) or None
+    )
+    try:
+        await handle.cancel(reason=reason)
+    except ApplicationError as error:  # it has ended, or has not begun
+        workflow.logger.info("%s could not be withdrawn: %s", repair, error)
 
 
 def _retrieve_result(repair: asyncio.Future[Any]) -> None:

@@ -55,14 +55,15 @@ with workflow.unsafe.imports_passed_through():
         ProbeResults,
         ReclaimOrder,
         ReclaimResult,
+        ReleaseCommand,
         RepairRequest,
         RunningJobs,
     )
     from relaunch.pool.messages import Claim
-    from relaunch.pool.nodes import SWEEP_INTERVAL
+    from relaunch.pool.nodes import SWEEP_INTERVAL, find_node, is_released_since
     from relaunch.pool.restore import is_restoring
     from relaunch.pool.scheduler import PROBE, WATCH, Scheduler, apply_event
-    from relaunch.pool.state import FleetState
+    from relaunch.pool.state import FleetState, NodeStatus
     from relaunch.spec.fleet import FleetLimits
     from relaunch.text import count_noun
     from relaunch.workflows.builds import continue_as_new, is_build_outdated
@@ -170,7 +171,9 @@ class Fleet:
             ):
                 self._early.append(fact)
                 continue
-            self._state = apply_event(self._state, fact, workflow.now())
+            before, self._state = self._state, apply_event(self._state, fact, workflow.now())
+            if isinstance(fact, ReleaseCommand):
+                self._withdraw_repair(before, fact.node)
             if self._state.is_file_read:
                 self._inbox[:0], self._early = self._early, []
 
@@ -230,6 +233,18 @@ class Fleet:
                 self._tell(order.workflow, "permitted", order.permit)
             case RepairRequest():
                 self._telling[f"repair of {order.node}"] = asyncio.create_task(self._repair(order))
+
+    def _withdraw_repair(self, before: FleetState, name: str) -> None:
+        """Cancel a repair of a node that a person has released, if it has done nothing to it:
+        what it asks is answered by that."""
+        was, node = find_node(before, name), find_node(self._state, name)
+        if was is None or node is None or was.status is not NodeStatus.REPAIRING:
+            return
+        if not is_released_since(node) or not workflow.patched("withdraw-repair"):
+            return
+        self._telling[f"withdrawal of {node.repair}"] = asyncio.create_task(
+            commands.withdraw_repair(node.repair, node.past[-1].end)
+        )
 
     # --- questions and orders
 

@@ -46,6 +46,7 @@ with workflow.unsafe.imports_passed_through():
         Escalation,
         EscalationDecision,
         ExamineNode,
+        PastRepair,
         StartStrategy,
         apply_examination,
         apply_strategy_end,
@@ -210,6 +211,7 @@ class NodeRepair:
             can_reset=not self._terms.no_reset,
             can_power_cycle=self._terms.power,
             after_reboot=start.after_reboot,
+            healed=tuple(PastRepair(one.strategy, one.at, one.gpus) for one in start.healed),
         )
         while True:
             for event in self._take_events():
@@ -371,6 +373,9 @@ class NodeRepair:
         is_answered = await self._wait_until(decision.until, unanswered)
         await self._show_question("", None)
         ended = "it was answered" if is_answered else "there was no answer in time"
+        cancels = [one for one in self._inbox if isinstance(one, RepairCancelRequested)]
+        if cancels:
+            ended = f"the repair was cancelled: {cancels[0].reason}"
         self._tell_people(
             replace(asked, state="resolved", reason=ended, at=workflow.now(), wanted="", command="")
         )

@@ -356,8 +356,9 @@ def _first_state(start: TrainingJobInput) -> JobState:
     """Return the state with which a run begins: a new submission, or that of the run before."""
     if start.resume is not None:
         return start.resume
-    info, now = workflow.info(), workflow.now()
-    submission = int(info.workflow_start_time.timestamp() * 1000)
+    # Without a worker the first task may come hours later.
+    info, now = workflow.info(), workflow.info().workflow_start_time
+    submission = int(now.timestamp() * 1000)
     if start.previous is None:
         return JobState(
             namespace=info.namespace,

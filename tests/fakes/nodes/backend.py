@@ -37,7 +37,7 @@ from tests.fakes.nodes.machine import NoAnswer
 from tests.fakes.nodes.network import Simulation, outcome
 from tests.fakes.nodes.node import Node
 from tests.fakes.nodes.record import Call, Life, Obeyed, Upkeep
-from tests.fakes.nodes.script import Command, Fault, Script, Stack, Stranger
+from tests.fakes.nodes.script import Command, Fault, Script, Sick, Stack, Stranger
 from tests.fakes.nodes.stream import Stream
 
 T = TypeVar("T")
@@ -114,6 +114,10 @@ class SimulatedBackend:
     def visit(self, node: str, stranger: Stranger) -> None:
         """Let a program that is none of ours compute there."""
         self._node(node).machine.visit(stranger)
+
+    def fall_ill(self, node: str, sick: Sick) -> None:
+        """Something is wrong with the machine from now on."""
+        self._node(node).machine.fall_ill(sick)
 
     def leave(self, node: str) -> None:
         """Let all such programs end."""
