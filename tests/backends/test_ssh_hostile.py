@@ -11,8 +11,12 @@ from __future__ import annotations
 import asyncio
 import resource
 import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from relaunch.backends.base import Unreachable
 from relaunch.backends.ssh import backend as ssh_backend
@@ -24,11 +28,15 @@ __all__ = ["agent", "site"]
 pytestmark = pytest.mark.asyncio
 
 HAVE = (
-    "import os, sys, time\nsay = lambda text: os.write(1, text)\nsys.stdin.readline()\n"
+    "import os, sys\nsay = lambda text: os.write(1, text)\nsys.stdin.readline()\n"
     'say(b"\\nrelaunch-agent {\\"have\\": 1}\\n")\n'
 )
 HELLO = HAVE + 'say(b\'{"session": {"protocol": 1}}\\n\')\n'
 FOR_EVER = "while True:\n    say(data)\n"
+# Reads nothing, and ends when its session is closed: sshd does not end a command for that.
+READS_NOTHING = (
+    "import select\nend = select.poll()\nend.register(0, select.POLLRDHUP)\nend.poll()\n"
+)
 PATIENCE = 120.0
 LONGEST_PAUSE = 1.0
 """Seconds for which the loop of a loaded machine may stand still; a flood that is not bounded stops
@@ -36,6 +44,24 @@ it for good."""
 MOST_MEMORY = 200 * 1024
 """KiB: what the limits of a session allow, and what an interpreter takes for it. A flood brings
 that in a second."""
+
+
+@pytest_asyncio.fixture(autouse=True)
+async def doubles_end(tmp_path: Path) -> AsyncIterator[None]:
+    """See to it that what answers on a node ends with its test, whatever it was told to do."""
+    yield
+
+    def left() -> list[str]:
+        found = []
+        for one in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(OSError):  # it has ended
+                found.append(one.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+        return [command for command in found if f"{tmp_path}/" in command]
+
+    deadline = time.monotonic() + PATIENCE
+    while left():
+        assert time.monotonic() < deadline, f"still there: {left()}"
+        await asyncio.sleep(0.02)
 
 
 async def while_others_go_on(asking: SshBackend) -> str:
@@ -94,12 +120,12 @@ async def while_others_go_on(asking: SshBackend) -> str:
             id="an agent that refuses",
         ),
         pytest.param(
-            HELLO + 'sys.stdin.readline()\nsay(b"what?\\n")\ntime.sleep(600)\n',
+            HELLO + 'sys.stdin.readline()\nsay(b"what?\\n")\n' + READS_NOTHING,
             "the agent said b'what?\\n', expected a JSON object with an id (during list)",
             id="no JSON",
         ),
         pytest.param(
-            HELLO + 'say(b\'{"id": 77, "line": {}}\\n\')\ntime.sleep(600)\n',
+            HELLO + 'say(b\'{"id": 77, "line": {}}\\n\')\n' + READS_NOTHING,
             "the agent answered order '77', which was not sent",
             id="an answer to no order",
         ),
@@ -139,7 +165,7 @@ async def test_a_node_that_takes_no_orders_is_given_up(
 ) -> None:
     monkeypatch.setattr(ssh_channel, "SEND_TIMEOUT", 0.5)
     host = site.host(start=False)
-    python_double(host, HELLO + "time.sleep(600)\n")
+    python_double(host, HELLO + READS_NOTHING)
     host.start()
     backend = site.backend(host, answer_within=20.0)
     with pytest.raises(
