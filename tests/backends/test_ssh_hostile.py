@@ -39,8 +39,8 @@ READS_NOTHING = (
 )
 PATIENCE = 120.0
 LONGEST_PAUSE = 1.0
-"""Seconds for which the loop of a loaded machine may stand still; a flood that is not bounded stops
-it for good."""
+"""Seconds for which the loop may stand still while it has a processor; a flood that is not bounded
+stops it for good."""
 MOST_MEMORY = 200 * 1024
 """KiB: what the limits of a session allow, and what an interpreter takes for it. A flood brings
 that in a second."""
@@ -64,6 +64,13 @@ async def doubles_end(tmp_path: Path) -> AsyncIterator[None]:
         await asyncio.sleep(0.02)
 
 
+def waited() -> float:
+    """Return the seconds for which this thread could have run and had no processor; 0: unknown."""
+    with suppress(OSError):  # a kernel without it
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
+
+
 async def while_others_go_on(asking: SshBackend) -> str:
     """Ask, and see to it that the loop goes on and memory stays bounded meanwhile.
 
@@ -73,9 +80,9 @@ async def while_others_go_on(asking: SshBackend) -> str:
 
     async def tick() -> None:
         while True:
-            began = time.monotonic()
+            began, before = time.monotonic(), waited()
             await asyncio.sleep(0.005)
-            pauses.append(time.monotonic() - began)
+            pauses.append(time.monotonic() - began - (waited() - before))
 
     ticking = asyncio.create_task(tick())
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
