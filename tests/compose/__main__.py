@@ -457,11 +457,13 @@ MARK = "mark-of-the-compose-test"
 HAS_MARK = f"""
 import asyncio, sys
 from temporalio.client import Client
+from relaunch.interpreter import leave
 async def main():
     client = await Client.connect("temporal:7233")
     history = await client.get_workflow_handle("job/" + sys.argv[1]).fetch_history()
     print(any({MARK.encode()!r} in event.SerializeToString() for event in history.events))
-asyncio.run(main())
+    return 0
+leave(asyncio.run(main()))
 """
 
 
