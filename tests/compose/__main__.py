@@ -187,7 +187,8 @@ def commands(heading: str, block: int) -> list[str]:
     """Return the commands of a block below a heading of docs/compose.md, without comments."""
     section = re.split(r"^## ", PAGE, flags=re.MULTILINE)
     [text] = [part for part in section if part.startswith(f"{heading}\n")]
-    lines = re.findall(r"```\n(.*?)```", text, re.DOTALL)[block].splitlines()
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    lines = [code for language, code in fenced if not language][block].splitlines()
     return [re.sub(r"\s+#.*", "", line) for line in lines]
 
 
