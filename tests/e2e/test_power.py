@@ -137,7 +137,9 @@ async def test_a_suspect_that_cannot_reboot_is_power_cycled_and_reused(
     switch(world)
     (world.node("n3") / "reboots.jsonl").mkdir()  # what cannot be written down is not done
     ladder = [{"strategy": "REBOOT_NODE", "tries": 1}, {"strategy": "FAIL"}]
-    policy = chaos_policy(times={"reboot": "60s"}, dcgm_level=0, causes={"NODE_FAULT": ladder})
+    # Its ranks must not end by themselves before, where a busy worker renews no lease.
+    times = {"reboot": "600s", "lease": "60s", "fence_after": "30s"}
+    policy = chaos_policy(times=times, dcgm_level=0, causes={"NODE_FAULT": ladder})
     job = await world.submit(nodes=3, policy=policy)
     await job.until_phase("RUNNING")
     await job.until_steps()
