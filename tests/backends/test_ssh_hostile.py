@@ -48,10 +48,10 @@ that in a second."""
 
 @pytest_asyncio.fixture(autouse=True)
 async def doubles_end(tmp_path: Path) -> AsyncIterator[None]:
-    """See to it that what answers on a node ends with its test, whatever it was told to do."""
+    """See to it that what answers on a node ends with its test."""
     yield
 
-    def left() -> list[str]:
+    def find_left() -> list[str]:
         found = []
         for one in Path("/proc").glob("[0-9]*/cmdline"):
             with suppress(OSError):  # it has ended
@@ -59,12 +59,12 @@ async def doubles_end(tmp_path: Path) -> AsyncIterator[None]:
         return [command for command in found if f"{tmp_path}/" in command]
 
     deadline = time.monotonic() + PATIENCE
-    while left():
-        assert time.monotonic() < deadline, f"still there: {left()}"
+    while find_left():
+        assert time.monotonic() < deadline, f"still there: {find_left()}"
         await asyncio.sleep(0.02)
 
 
-def waited() -> float:
+def read_run_delay() -> float:
     """Return the seconds for which this thread could have run and had no processor; 0: unknown."""
     with suppress(OSError):  # a kernel without it
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
@@ -80,9 +80,9 @@ async def while_others_go_on(asking: SshBackend) -> str:
 
     async def tick() -> None:
         while True:
-            began, before = time.monotonic(), waited()
+            began, before = time.monotonic(), read_run_delay()
             await asyncio.sleep(0.005)
-            pauses.append(time.monotonic() - began - (waited() - before))
+            pauses.append(time.monotonic() - began - (read_run_delay() - before))
 
     ticking = asyncio.create_task(tick())
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
