@@ -153,12 +153,13 @@ def write_up(state: Path, address: str, ui: str, backends: Mapping[str, str]) ->
     temporary.replace(state / UP_FILE)
 
 
-async def connect(state: Path, address: str | None = None) -> Client:
+async def connect(state: Path, address: str | None = None, *, payloads: bool = True) -> Client:
     """Connect to the server of Temporal's own configuration, or to the `up` that runs on `state`.
 
     Args:
         state: The state folder.
         address: That of a server of `up`, instead.
+        payloads: Whether any are read or written, which takes the keys of those that are there.
 
     Raises:
         ConfigError: no server is named, none answers, the configuration cannot be used, or the
@@ -175,7 +176,8 @@ async def connect(state: Path, address: str | None = None) -> Client:
             )
         target, credentials = up.address, Credentials({})
     client = await connect_with(credentials, target)
-    await check_keys(client)
+    if payloads:
+        await check_keys(client)
     return client
 
 

@@ -57,7 +57,7 @@ async def prepare(client: Client, known_within: float = REGISTRATION_TIMEOUT) ->
 
 async def main() -> int:
     try:
-        client = await connect(read_settings().state)
+        client = await connect(read_settings().state, payloads=False)
         found = await prepare(client)
     except ConfigError as mistake:
         sys.stderr.write(f"namespace.py: {mistake}\n")

@@ -1,14 +1,18 @@
 """The health check of a worker's container: exit code 0 if the server sees this host's worker poll.
 
-It does not check how the worker's tasks end, nor workers of other hosts.
+It does not check how the worker's tasks end, nor workers of other hosts. A poll from before the
+container started is one of its predecessor, which had the same name: it says nothing of this one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import sys
+import time
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 from temporalio.api.enums.v1 import TaskQueueType
 from temporalio.api.taskqueue.v1 import TaskQueue
@@ -47,10 +51,28 @@ async def last_poll(client: Client, task_queue: str, host: str) -> datetime | No
     )
 
 
-def judge(last: datetime | None, now: datetime) -> str | None:
-    """Return what speaks against the worker, None for nothing."""
+def read_start(process: int = 1) -> datetime:
+    """Return when a process of this machine or container began; 1 began with the container.
+
+    Raises:
+        OSError: there is no such process.
+    """
+    # After the name, which may contain anything: the 20th field is the start, since boot.
+    fields = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()
+    since_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot
+    return datetime.now(UTC) - timedelta(seconds=age)
+
+
+def judge(last: datetime | None, now: datetime, start: datetime) -> str | None:
+    """Return what speaks against the worker of a container that began at `start`; None: nothing."""
     if last is None:
         return "no worker of this host polls for workflow tasks"
+    if last < start:
+        return (
+            f"the worker of this host has not polled for workflow tasks since its start "
+            f"{(now - start).total_seconds():.0f} s ago"
+        )
     ago = now - last
     if ago > FRESH:
         return (
@@ -70,7 +92,7 @@ async def main() -> int:
     except RPCError as error:
         against = f"the Temporal server does not answer: {error.message} ({error.status.name})"
     else:
-        against = judge(last, datetime.now(UTC))
+        against = judge(last, datetime.now(UTC), read_start())
     if against is None:
         sys.stdout.write("polling\n")
         return 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -25,6 +26,9 @@ from relaunch.temporal import (
 
 if TYPE_CHECKING:
     from temporalio.client import Client
+
+WORKER_TIMEOUT = 120.0
+"""Seconds for a worker to start: one or two, and a minute on a machine that is busy with others."""
 
 
 def run_with_job(
@@ -94,7 +98,8 @@ async def open_run(folder: Path, job: str, *, with_worker: bool) -> AsyncIterato
                 f"`relaunch up --state {folder}` takes it over"
             )
         if with_worker and not is_open:
-            with _run_worker(folder, address, fleet):
+            with _run_worker(folder, address, fleet) as worker:
+                await _wait_for_worker(client, worker)
                 yield client
         else:
             yield client
@@ -103,7 +108,7 @@ async def open_run(folder: Path, job: str, *, with_worker: bool) -> AsyncIterato
 
 
 @contextmanager
-def _run_worker(folder: Path, address: str, fleet: Path) -> Iterator[None]:
+def _run_worker(folder: Path, address: str, fleet: Path) -> Iterator[subprocess.Popen[bytes]]:
     from relaunch.cli.service import RELAUNCH, STOP_TIMEOUT, die_with_parent
 
     settings = {
@@ -121,13 +126,28 @@ def _run_worker(folder: Path, address: str, fleet: Path) -> Iterator[None]:
             preexec_fn=die_with_parent(os.getpid()),  # noqa: PLW1509 - one call of the kernel
         )
     try:
-        yield
+        yield worker
     finally:
         worker.terminate()
         try:
             worker.wait(STOP_TIMEOUT)
         except subprocess.TimeoutExpired:
             worker.kill()
+
+
+async def _wait_for_worker(client: Client, worker: subprocess.Popen[bytes]) -> None:
+    """Wait until the worker asks for work, has ended, or needs longer than any machine should.
+
+    What it is asked has a time limit that is for a worker that runs.
+    """
+    from relaunch.cli.worker_status import list_pollers
+
+    task_queue = read_settings().task_queue
+    deadline = time.monotonic() + WORKER_TIMEOUT
+    while worker.poll() is None and time.monotonic() < deadline:
+        if await list_pollers(client, task_queue):
+            return
+        await asyncio.sleep(0.05)
 
 
 async def _is_open(client: Client, job: str) -> bool:

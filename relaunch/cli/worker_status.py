@@ -29,7 +29,7 @@ async def read_statuses(client: Client, task_queue: str) -> list[WorkerStatus]:
     Raises:
         RPCError: the server refuses.
     """
-    expected = await _list_pollers(client, task_queue)
+    expected = await list_pollers(client, task_queue)
     heard: dict[str, WorkerStatus] = {}
     for _ in range(MAX_ROUNDS if expected else 0):
         answers = await asyncio.gather(
@@ -41,7 +41,8 @@ async def read_statuses(client: Client, task_queue: str) -> list[WorkerStatus]:
     return [heard[worker] for worker in sorted(heard)]
 
 
-async def _list_pollers(client: Client, task_queue: str) -> set[str]:
+async def list_pollers(client: Client, task_queue: str) -> set[str]:
+    """Return the identities of the workers that have asked for activities lately."""
     from temporalio.api.enums.v1 import TaskQueueType
     from temporalio.api.taskqueue.v1 import TaskQueue
     from temporalio.api.workflowservice.v1 import DescribeTaskQueueRequest

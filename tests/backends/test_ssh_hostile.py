@@ -11,8 +11,12 @@ from __future__ import annotations
 import asyncio
 import resource
 import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from relaunch.backends.base import Unreachable
 from relaunch.backends.ssh import backend as ssh_backend
@@ -24,18 +28,47 @@ __all__ = ["agent", "site"]
 pytestmark = pytest.mark.asyncio
 
 HAVE = (
-    "import os, sys, time\nsay = lambda text: os.write(1, text)\nsys.stdin.readline()\n"
+    "import os, sys\nsay = lambda text: os.write(1, text)\nsys.stdin.readline()\n"
     'say(b"\\nrelaunch-agent {\\"have\\": 1}\\n")\n'
 )
 HELLO = HAVE + 'say(b\'{"session": {"protocol": 1}}\\n\')\n'
 FOR_EVER = "while True:\n    say(data)\n"
+# Reads nothing, and ends when its session is closed: sshd does not end a command for that.
+READS_NOTHING = (
+    "import select\nend = select.poll()\nend.register(0, select.POLLRDHUP)\nend.poll()\n"
+)
 PATIENCE = 120.0
 LONGEST_PAUSE = 1.0
-"""Seconds for which the loop of a loaded machine may stand still; a flood that is not bounded stops
-it for good."""
+"""Seconds for which the loop may stand still while it has a processor; a flood that is not bounded
+stops it for good."""
 MOST_MEMORY = 200 * 1024
 """KiB: what the limits of a session allow, and what an interpreter takes for it. A flood brings
 that in a second."""
+
+
+@pytest_asyncio.fixture(autouse=True)
+async def doubles_end(tmp_path: Path) -> AsyncIterator[None]:
+    """See to it that what answers on a node ends with its test."""
+    yield
+
+    def find_left() -> list[str]:
+        found = []
+        for one in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(OSError):  # it has ended
+                found.append(one.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+        return [command for command in found if f"{tmp_path}/" in command]
+
+    deadline = time.monotonic() + PATIENCE
+    while find_left():
+        assert time.monotonic() < deadline, f"still there: {find_left()}"
+        await asyncio.sleep(0.02)
+
+
+def read_run_delay() -> float:
+    """Return the seconds for which this thread could have run and had no processor; 0: unknown."""
+    with suppress(OSError):  # a kernel without it
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
 
 
 async def while_others_go_on(asking: SshBackend) -> str:
@@ -47,9 +80,9 @@ async def while_others_go_on(asking: SshBackend) -> str:
 
     async def tick() -> None:
         while True:
-            began = time.monotonic()
+            began, before = time.monotonic(), read_run_delay()
             await asyncio.sleep(0.005)
-            pauses.append(time.monotonic() - began)
+            pauses.append(time.monotonic() - began - (read_run_delay() - before))
 
     ticking = asyncio.create_task(tick())
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -94,12 +127,12 @@ async def while_others_go_on(asking: SshBackend) -> str:
             id="an agent that refuses",
         ),
         pytest.param(
-            HELLO + 'sys.stdin.readline()\nsay(b"what?\\n")\ntime.sleep(600)\n',
+            HELLO + 'sys.stdin.readline()\nsay(b"what?\\n")\n' + READS_NOTHING,
             "the agent said b'what?\\n', expected a JSON object with an id (during list)",
             id="no JSON",
         ),
         pytest.param(
-            HELLO + 'say(b\'{"id": 77, "line": {}}\\n\')\ntime.sleep(600)\n',
+            HELLO + 'say(b\'{"id": 77, "line": {}}\\n\')\n' + READS_NOTHING,
             "the agent answered order '77', which was not sent",
             id="an answer to no order",
         ),
@@ -139,7 +172,7 @@ async def test_a_node_that_takes_no_orders_is_given_up(
 ) -> None:
     monkeypatch.setattr(ssh_channel, "SEND_TIMEOUT", 0.5)
     host = site.host(start=False)
-    python_double(host, HELLO + "time.sleep(600)\n")
+    python_double(host, HELLO + READS_NOTHING)
     host.start()
     backend = site.backend(host, answer_within=20.0)
     with pytest.raises(

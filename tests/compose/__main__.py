@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any
 
 from relaunch.cli.service import find_server
 from tests.backends.sshd import make_key
-from tests.deploy.compose import PAGE, ROOT, SERVICES, WORKERS
+from tests.deploy.compose import FILES_ON_THE_PAGE, METRICS, PAGE, ROOT, SERVICES, WORKERS
 
 HERE = Path(__file__).parent
 ENGINE = HERE / "engine.sh"
@@ -45,6 +45,8 @@ STAND_INS = {
     "admin-tools": SERVICES["schema"]["image"],
     "server": SERVICES["temporal"]["image"],
     "ui": SERVICES["ui"]["image"],
+    "prometheus": SERVICES["prometheus"]["image"],
+    "alertmanager": SERVICES["alertmanager"]["image"],
 }
 
 
@@ -112,6 +114,13 @@ class Site:
             )
         return done.stdout
 
+    @property
+    def near(self) -> str:
+        """What a command begins with that runs on the machine of the engine, not in a container."""
+        if not self.own_engine:
+            return ""
+        return f"nsenter -t {(self.folder.parents[1] / 'pid').read_text().strip()} -n"
+
     def compose(self, line: str, **how: Any) -> str:
         return self.run(f"docker compose {line}", **how)
 
@@ -127,17 +136,24 @@ class Site:
     def ids(self) -> dict[str, str]:
         return {name: one["Id"] for name, one in self.containers().items()}
 
-    def unhealthy(self) -> list[str]:
+    def signed(self, line: str, **how: Any) -> str:
+        """Run relaunch on this machine, as a person whose key is that of the nodes."""
+        key = self.folder / "deploy/compose/ssh/id_ed25519"
+        here = f"TEMPORAL_ADDRESS=127.0.0.1:7233 RELAUNCH_STATE={self.folder}/state"
+        program = Path(sys.executable).with_name("relaunch")
+        return self.run(f"{self.near} env {here} RELAUNCH_SSH_KEY={key} {program} {line}", **how)
+
+    def unhealthy(self, names: Iterable[str] = ALL) -> list[str]:
         found = self.containers()
         return [
             name
-            for name in ALL
+            for name in names
             if name not in found
             or found[name]["State"].get("Health", {}).get("Status") != "healthy"
         ]
 
-    def until_healthy(self) -> None:
-        until(lambda: not self.unhealthy(), lambda: f"not healthy: {self.unhealthy()}")
+    def until_healthy(self, names: Iterable[str] = ALL) -> None:
+        until(lambda: not self.unhealthy(names), lambda: f"not healthy: {self.unhealthy(names)}")
 
     def ranks(self) -> dict[str, list[str]]:
         """Return the process ids of the job's ranks on each node."""
@@ -171,7 +187,8 @@ def commands(heading: str, block: int) -> list[str]:
     """Return the commands of a block below a heading of docs/compose.md, without comments."""
     section = re.split(r"^## ", PAGE, flags=re.MULTILINE)
     [text] = [part for part in section if part.startswith(f"{heading}\n")]
-    lines = re.findall(r"```\n(.*?)```", text, re.DOTALL)[block].splitlines()
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    lines = [code for language, code in fenced if not language][block].splitlines()
     return [re.sub(r"\s+#.*", "", line) for line in lines]
 
 
@@ -316,6 +333,45 @@ def start_again(site: Site) -> None:
     site.until_healthy()
 
 
+def check_limits(found: dict[str, dict[str, Any]]) -> None:
+    for name in SERVICES:
+        if name not in found:
+            continue
+        host = found[name]["HostConfig"]
+        assert host["Memory"] > 0 and host["PidsLimit"] > 0, name
+        assert host["CapDrop"] == ["ALL"], name
+        assert host["ReadonlyRootfs"] is (name != "ui"), name
+
+
+def measure(site: Site) -> None:
+    """Prometheus reads both workers and has an Alertmanager; without them all goes on."""
+    before = site.ids()
+    names = [name for name in METRICS if not site.own_engine or name in STAND_INS]
+    site.compose(f"--profile metrics up --detach {' '.join(names)}")
+    site.until_healthy((*ALL, *names))
+    check_limits(site.containers())
+
+    def ask(what: str) -> dict[str, Any]:
+        address = f"http://127.0.0.1:9090/api/v1/{what}"
+        said = site.compose(f"exec -T prometheus wget -q -O - {shlex.quote(address)}")
+        found: dict[str, Any] = json.loads(said)["data"]
+        return found
+
+    def workers() -> list[str]:
+        query = "query?query=up%7Bjob%3D%22relaunch%22%7D%3D%3D1"
+        return sorted(one["metric"]["instance"] for one in ask(query)["result"])
+
+    wanted = [f"{worker}:9464" for worker in WORKERS]
+    until(lambda: workers() == wanted, lambda: f"it reads {workers()}, expected {wanted}")
+    until(lambda: len(ask("alertmanagers")["activeAlertmanagers"]) == 1, lambda: "no Alertmanager")
+    rules = [rule for group in ask("rules")["groups"] for rule in group["rules"]]
+    assert rules and all(rule["health"] != "err" for rule in rules), rules
+    metrics = " ".join(names)
+    site.compose(f"--profile metrics stop {metrics}")
+    site.compose(f"--profile metrics rm --force {metrics}")
+    assert site.ids() == before and not site.unhealthy()
+
+
 def confined(site: Site) -> None:
     """No secret is in sight, and each container has its limits."""
     found = site.containers()
@@ -326,13 +382,7 @@ def confined(site: Site) -> None:
         site.run(f"docker history --no-trunc {image}") for image in images.split()
     ) + site.run(f"docker run --rm --entrypoint sh {PROJECT} -c 'env; cat deploy/compose/*.py'")
     assert PASSWORD not in seen and key not in seen
-    for name in SERVICES:
-        if name not in found:
-            continue
-        host = found[name]["HostConfig"]
-        assert host["Memory"] > 0 and host["PidsLimit"] > 0, name
-        assert host["CapDrop"] == ["ALL"], name
-        assert host["ReadonlyRootfs"] is (name != "ui"), name
+    check_limits(found)
     for worker in WORKERS:
         said = site.compose(
             f"exec -T {worker} sh -c 'grep CapEff /proc/self/status; touch /app/x 2>&1 || true'"
@@ -345,9 +395,8 @@ def loopback_only(site: Site) -> None:
     address = next(iter(site.containers()["temporal"]["NetworkSettings"]["Networks"].values()))[
         "IPAddress"
     ]
-    state = site.folder.parents[1]
-    process = (state / "pid").read_text().strip()
-    near = f"nsenter -t {process} -n"
+    near = site.near
+    process = near.split()[2]
     other = "ip netns exec relaunch-compose-test"
     ask = f"{sys.executable} -c " + shlex.quote(
         "import socket, sys\n"
@@ -382,6 +431,73 @@ def submit(site: Site) -> None:
     site.relaunch("submit /tmp/job.yaml", "worker-a")
     until(lambda: site.is_running(1), lambda: f"the job does not run: {site.job()}")
     assert all(len(pids) == 1 for pids in site.ranks().values()), site.ranks()
+
+
+def obey(site: Site) -> None:
+    """With `access:` in the fleet file only a signed order counts, and no worker is restarted."""
+    ranks = site.ranks()
+    path = site.folder / "deploy/compose/fleets/lab.yaml"
+    before = path.read_text()
+    key = " ".join((site.folder / "deploy/compose/ssh/id_ed25519.pub").read_text().split()[:2])
+    people = {"alice": {"role": "admin", "keys": [key]}}
+    path.write_text(f"{before}access: {json.dumps({'people': people})}\n")
+    site.relaunch("nodes apply")
+    order = f"nodes quarantine {NODES[1]} --reason fan"
+    said = site.relaunch(f"{order} 2>&1", ok=False)
+    assert "relaunch@worker-b (claimed) may not" in said, said
+    site.signed(order)
+    site.signed(f"nodes release {NODES[1]} --reason mended")
+    path.write_text(before)
+    site.relaunch("nodes apply")
+    assert "claimed" not in site.relaunch(order)
+    site.relaunch(f"nodes release {NODES[1]} --reason mended")
+    assert site.is_running(1) and site.ranks() == ranks
+
+
+MARK = "mark-of-the-compose-test"
+HAS_MARK = f"""
+import asyncio, sys
+from temporalio.client import Client
+from relaunch.interpreter import leave
+async def main():
+    client = await Client.connect("temporal:7233")
+    history = await client.get_workflow_handle("job/" + sys.argv[1]).fetch_history()
+    print(any({MARK.encode()!r} in event.SerializeToString() for event in history.events))
+    return 0
+leave(asyncio.run(main()))
+"""
+
+
+def encrypt(site: Site) -> None:
+    """The documented file and commands, while a job runs: the server then reads nothing of jobs."""
+    ranks = site.ranks()
+    [text] = [one for one in FILES_ON_THE_PAGE if "RELAUNCH_ENCRYPTION_KEYS" in one]
+    (site.folder / "encryption.yml").write_text(text)
+    files = "docker-compose.yml:docker-compose.override.yml:encryption.yml"
+    with (site.folder / ".env").open("a") as file:
+        file.write(f"COMPOSE_FILE={files}\n")
+
+    def has_mark(name: str) -> bool:
+        """Submit a job that asks for too many nodes, and look for its words in its history."""
+        job = f"name: {name}\ncommand: [sleep]\nnodes: 5\nenv: {{MARK: {MARK}}}\n"
+        site.compose("exec -T worker-a sh -c 'cat > /tmp/mark.yaml'", given=job)
+        site.relaunch("submit /tmp/mark.yaml", "worker-a")
+        until(lambda: bool(site.job(name)), lambda: f"{name} is not there")
+        said = site.compose(f"exec -T worker-b python -c {shlex.quote(HAS_MARK)} {name}")
+        return {"True": True, "False": False}[said.strip()]
+
+    assert has_mark("plain"), "nothing is found there that could be missing"
+    make, *first, switch, second_a, second_b = commands("Encryption", 0)
+    site.run(make)
+    keys = site.folder / "deploy/compose/secrets/keys"
+    owner = (site.folder / "deploy/compose/ssh").stat().st_uid
+    for one in (keys, *keys.iterdir()):
+        os.chown(one, owner, -1)
+    for line in (*first, switch, second_a, second_b):
+        site.run(line)
+        site.until_healthy()
+        assert site.is_running(1) and site.ranks() == ranks, line
+    assert not has_mark("hidden")
 
 
 def break_fleet_file(site: Site) -> None:
@@ -518,8 +634,11 @@ STEPS: tuple[tuple[str, Callable[[Site], None]], ...] = (
     ("up: all healthy", start),
     ("up again, and after a build of the same: nothing is recreated", start_again),
     ("no secret in sight; read-only, limited, without capabilities", confined),
+    ("Prometheus reads both workers, with an Alertmanager", measure),
     ("ports on loopback are not reached from another host on the bridge", loopback_only),
     ("a job runs on two nodes", submit),
+    ("roles: a signed order counts, another is refused", obey),
+    ("payloads are encrypted, one worker after the other: ranks continue", encrypt),
     ("a fleet file is broken and the workers restarted: ranks continue", break_fleet_file),
     ("each container killed: ranks continue", kill_each),
     ("a worker crashed and a rank killed: generation 2", crash),
@@ -573,6 +692,8 @@ STAND_IN_WORDS = (
     "a program that makes databases and one table for temporalio/admin-tools",
     "Debian's PostgreSQL 17 for postgres",
     "Debian's Python 3.13 for python",
+    "Debian's packages for prom/prometheus and prom/alertmanager",
+    "nothing for grafana/grafana, which is not started",
 )
 
 

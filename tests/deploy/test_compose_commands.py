@@ -252,6 +252,8 @@ def test_files_on_the_page_can_be_used(text: str) -> None:
                 for name, value in service.get("environment", {}).items()
                 if name.startswith("TEMPORAL_")
             }
+            if not given:
+                continue
             profile = ClientConfigProfile.load(disable_file=True, override_env_vars=given)
             assert profile.address == given["TEMPORAL_ADDRESS"]
             assert profile.namespace == given["TEMPORAL_NAMESPACE"]

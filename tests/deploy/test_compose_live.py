@@ -10,6 +10,7 @@ import os
 import shlex
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -24,7 +25,7 @@ from temporalio.client import Client
 from temporalio.service import RPCError, RPCStatusCode
 
 from deploy.compose.namespace import prepare
-from deploy.compose.polling import FRESH, judge, last_poll
+from deploy.compose.polling import FRESH, judge, last_poll, read_start
 from relaunch.temporal import RETENTION, SEARCH_ATTRIBUTES, data_converter, ensure_namespace
 from tests.chaos.world import QUEUE, Process, World, eventually
 from tests.deploy.compose import ROOT, SERVICES, double, seconds, typed
@@ -33,6 +34,7 @@ from tests.servers import start_dev_server
 NAMESPACE = "fresh"
 FLEET = "name: lab\nbackend: local\nnodes:\n  - {name: n1, address: 127.0.0.2}\n"
 AT = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
+STARTED = AT - timedelta(days=1)
 
 
 @pytest_asyncio.fixture
@@ -48,19 +50,41 @@ async def server() -> AsyncIterator[Client]:
 
 
 @pytest.mark.parametrize(
-    ("last", "against"),
+    ("last", "start", "against"),
     [
-        (AT, None),
-        (AT - FRESH, None),
+        (AT, STARTED, None),
+        (AT - FRESH, STARTED, None),
         (
             AT - FRESH - timedelta(seconds=1),
+            STARTED,
             "the worker of this host last polled for workflow tasks 91 s ago, expected 90 or less",
         ),
-        (None, "no worker of this host polls for workflow tasks"),
+        (None, STARTED, "no worker of this host polls for workflow tasks"),
+        pytest.param(
+            AT - timedelta(seconds=8),
+            AT - timedelta(seconds=5),
+            "the worker of this host has not polled for workflow tasks since its start 5 s ago",
+            id="the last poll is its predecessor's",
+        ),
     ],
 )
-def test_a_worker_is_judged_by_its_last_poll(last: datetime | None, against: str | None) -> None:
-    assert judge(last, AT) == against
+def test_a_worker_is_judged_by_its_last_poll(
+    last: datetime | None, start: datetime, against: str | None
+) -> None:
+    assert judge(last, AT, start) == against
+
+
+def test_a_container_begins_with_its_first_process() -> None:
+    """Any process stands for it here."""
+    before = datetime.now(UTC)
+    with subprocess.Popen(["sleep", "1000"]) as child:
+        after = datetime.now(UTC)
+        try:
+            tick = timedelta(seconds=0.1)  # the kernel counts in hundredths
+            assert before - tick <= read_start(child.pid) <= after + tick
+            assert read_start() < before
+        finally:
+            child.kill()
 
 
 @pytest.mark.long
@@ -100,7 +124,7 @@ async def test_a_namespace_is_set_up_once_and_its_worker_seen_to_poll(
     async def healthy() -> int | None:
         running = Process("check", check, environment, said)
         await running.start()
-        return await asyncio.wait_for(running.running.wait(), 30) if running.running else None
+        return await asyncio.wait_for(running.running.wait(), 120) if running.running else None
 
     (tmp_path / "fleets").mkdir()
     (tmp_path / "fleets" / "lab.yaml").write_text(FLEET)

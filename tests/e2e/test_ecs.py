@@ -433,7 +433,7 @@ async def test_s1_2_a_worker_killed_between_calls_doubles_no_task(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(7200)  # a recovery for each of some twenty calls
 @pytest.mark.parametrize("kind", [LOST, RESET], ids=["applied", "not applied"])
 async def test_s1_2_a_worker_may_be_killed_at_any_call_of_a_recovery(
     world: World, aws: EcsPlaces, kind: Kind

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from relaunch.evidence.causes import Cause
 from tests.chaos.world import RANK_PROGRAM, Job, World, chaos_policy
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
@@ -85,7 +86,9 @@ async def test_lone_ranks_whose_state_was_removed_train_on(world: World) -> None
     await forget(world, node)
     await asyncio.sleep(LEASE + 1.0)  # who still lives then was renewed since
     await job.until_steps()
-    assert await job.phase() == ("RUNNING", 1)
-    assert job.rank_pids() == left and await job.incidents() == []
+    # On a busy machine it may be silent for a second, and come back: that stops nothing.
+    await job.until_phase("RUNNING", generation=1)
+    assert job.rank_pids() == left
+    assert {one.cause for one in await job.incidents()} <= {Cause.NODE_LOST}
     assert job.lines("violations") == []
     await finish(world, job)

@@ -134,6 +134,7 @@ async def test_an_answer_after_a_reset_is_no_restart_on_lost_nodes(make_rig: Mak
     async with make_rig(script, nodes=4, gpus=8, name=name) as rig:
         job = await rig.submit(asks, gpus_per_node=8)
         before = await job.until_phase(Phase.WAITING_FOR_PERSON)
+        await job.until_idle()  # its last workflow task then begins with the question
         await job.handle.terminate("by mistake")
         await rig.tell_fleet("apply")
         await until_fleet(rig, lambda state: not state.claims, "no claim")
