@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -152,11 +153,26 @@ def read_seen(node: Node, generation: int, rank: int) -> tuple[Json, Json]:
 def test_a_forked_rank_sees_what_a_cold_one_sees(
     node: Node, tmp_path: Path, how: list[str]
 ) -> None:
+    compare_forked(node, tmp_path, sys.executable, how)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("minor", range(8, 15))
+def test_ranks_of_other_pythons_are_forked_alike(node: Node, tmp_path: Path, minor: int) -> None:
+    python = shutil.which(f"python3.{minor}")
+    if python is None:
+        pytest.skip(f"no python3.{minor} on PATH")
+    ask = [python, "-c", "import sys; print(sys.executable)"]  # pyenv's are scripts
+    itself = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()
+    compare_forked(node, tmp_path, itself, ["-u", "folder/train.py"])
+
+
+def compare_forked(node: Node, tmp_path: Path, python: str, how: list[str]) -> None:
     for place in ("train.py", "folder/train.py", "package/train.py"):
         path = tmp_path / "job" / place
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(LOOK)
-    command = [sys.executable, *how]
+    command = [python, *how]
     more: Json = {
         "workdir": str(tmp_path / "job"),
         "env": {"A": "1", "PYTHONPATH": str(tmp_path), "EMPTY": ""},
