@@ -435,3 +435,28 @@ def test_commands_of_python_are_taken_apart(
 def test_commands_that_are_not_pythons_are_refused(command: str) -> None:
     with pytest.raises(UnsuitableCommand):
         parse_command(command.split())
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_a_hundred_kills_leave_no_process_and_no_descriptor(node: Node, job: Json) -> None:
+    def measure() -> Json:
+        own = [node.session().pid, *node.list_processes()]
+        names = sorted(read_name(pid) for pid in node.list_leftovers())
+        handles = len(os.listdir(f"/proc/{node.session().pid}/fd"))
+        return {"names": names, "handles": handles, "processes": len(own)}
+
+    begin(node, 1, COMMAND, **job)
+    seen = {}
+    for generation in range(2, 103):
+        await_standby(node)
+        ranks = begin(node, generation, COMMAND, **job)
+        assert ranks["warm"]["forked"]
+        wait_for(lambda g=generation: "ran" in node.log(0, g) and "ran" in node.log(1, g))
+        if generation in (4, 102):
+            await_standby(node)
+            node.pid("supervisor", generation)
+            wait_for(lambda: len(node.list_leftovers()) <= 8)
+            seen[generation] = measure()
+        os.kill(ranks["pids"]["0"], signal.SIGKILL)
+    assert seen[102] == seen[4]
