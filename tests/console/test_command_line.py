@@ -253,9 +253,9 @@ async def test_a_report_of_a_job_of_an_older_release_is_unknown(place: Place) ->
 async def test_jobs_of_a_period_are_reported_together(place: Place) -> None:
     for name in ("first", "second"):
         await place.starter("submit", place.write_job(name, "exit", "0"), "--follow")
-    view = json.loads((await place.starter("report", "--since", "1h", "--json")).out)
+    view = json.loads((await place.starter("report", "--since", "9999d", "--json")).out)
     assert {"first", "second"} <= set(view["jobs"])
-    # Jobs of other tests on this server may be of the period, too.
+    # Jobs of other tests on this server may be of the period, too; all say that they ran long ago.
     assert view["wall"] >= view["unknown"] >= 9 + 9
 
 
