@@ -336,8 +336,9 @@ class JobActivities:
             input.token, spec, len(gang.members), input.max_restarts, gang.master
         )
         given = {*environment, *secrets}
-        of_fleet = self._fleets.spec(spec.fleet).redact
-        redact = tuple(dict.fromkeys((*spec.secrets, *spec.redact, *of_fleet)))
+        of_fleet = self._fleets.spec(spec.fleet)
+        redact = tuple(dict.fromkeys((*spec.secrets, *spec.redact, *of_fleet.redact)))
+        warm = of_fleet.warm if spec.launcher == "none" else ()
         unwatched = input.timeouts.unwatched
         orders = {}
         for index, slot in enumerate(input.slots):
@@ -367,7 +368,7 @@ class JobActivities:
                 umask=spec.umask,
                 limits=spec.soft_limits,
                 separate_stderr=spec.output == "separate",
-                warm=spec.warm,
+                warm=warm if spec.warm is None else spec.warm,
                 redact=redact,
             )
         started = await _call_each(

@@ -16,7 +16,7 @@ from relaunch.evidence.causes import Cause
 from relaunch.fields import Duration, Name, StrictModel
 from relaunch.spec.access import Access
 from relaunch.spec.environment import check_redacted
-from relaunch.spec.job import EcsTask, SecretReference
+from relaunch.spec.job import EcsTask, ModuleNames, SecretReference
 
 
 def _check_share(value: int | str) -> int | str:
@@ -406,6 +406,9 @@ class FleetSpec(StrictModel):
         tuple[str, ...], Field(max_length=64, repr=False), AfterValidator(check_redacted)
     ] = ()
     """The same as `redact` of a job file, for all jobs of this fleet."""
+    warm: ModuleNames = ()
+    """The same as `warm` of a job file, for jobs of this fleet that do not say; not for those with
+    a launcher."""
     access: Access | None = None
     """Who may do what; without it everyone who reaches the server may do everything."""
     ssh: SshOptions = SshOptions()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from relaunch.fields import Name, StrictModel, Text, compile_pattern
 from relaunch.spec.environment import RESERVED_VARIABLES, VARIABLE, check_redacted
@@ -31,6 +31,20 @@ MAX_NODES = 100_000
 
 
 MODULE_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
+
+
+def _check_modules(value: Any) -> Any:
+    if isinstance(value, str):
+        raise ValueError(f"{value!r} is one string: write a list, such as [torch]")
+    for name in value if isinstance(value, list | tuple) else ():
+        if not (isinstance(name, str) and MODULE_NAME.fullmatch(name)):
+            raise ValueError(f"{name!r} is not the name of a Python module, such as torch")
+    return value
+
+
+ModuleNames = Annotated[
+    tuple[str, ...], Field(max_length=MAX_WARM), BeforeValidator(_check_modules)
+]
 
 
 PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
@@ -307,9 +321,9 @@ class JobSpec(StrictModel):
     flight_record: bool = False
     """Whether torch loads a module of relaunch in each rank, which writes the record of its last
     collectives when it is asked (docs/jobs.md)."""
-    warm: Annotated[tuple[str, ...], Field(max_length=MAX_WARM)] = ()
+    warm: ModuleNames | None = None
     """Python modules, such as `[torch]`, that each node imports ahead, so that after a fault the
-    ranks are forked from there (docs/warm.md)."""
+    ranks are forked from there ([warm ranks](../warm.md)); default: those of the fleet file."""
     checkpoint: CheckpointSpec | None = None
     """Where its checkpoints are, for `show` and `history`."""
     policy: str | dict[str, Any] = "default"
@@ -339,16 +353,6 @@ class JobSpec(StrictModel):
                 f"{value[0]!r} is not a program: the first item is the program to run, such as"
                 " python"
             )
-        return value
-
-    @field_validator("warm", mode="before")
-    @classmethod
-    def _check_modules(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            raise ValueError(f"{value!r} is one string: write a list, such as [torch]")
-        for name in value if isinstance(value, list | tuple) else ():
-            if not (isinstance(name, str) and MODULE_NAME.fullmatch(name)):
-                raise ValueError(f"{name!r} is not the name of a Python module, such as torch")
         return value
 
     @field_validator("nodes", mode="before")
