@@ -134,6 +134,9 @@ def main() -> int:
     torch = version(arguments.torch)
     if not torch:
         parser.error(f"{arguments.torch} cannot import torch")
+    # With the store that torchrun shares with its ranks, those of torch 2.13 take addresses of dead
+    # ranks from it after a restart, and fail (gloo: connectFullMesh).
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     command = (arguments.torch, str(ROOT / "benchmarks" / "torch_rank.py"))
     results = []
     with tempfile.TemporaryDirectory(prefix="relaunch-bench-up-") as folder:
