@@ -346,7 +346,7 @@ def explain_failure(
             f"{server} cannot be used: {_join(Exception(error))}; expected the host:port of a "
             "running server"
         )
-    if "connection closed" in error or "ConnectionReset" in error or "BrokenPipe" in error:
+    if re.search("connection closed|ConnectionReset|BrokenPipe|UnexpectedEof", error):
         if credentials.has_tls and not credentials.certificate and not credentials.api_key_origin:
             # How OpenSSL refuses in TLS 1.3: its alert comes together with the end.
             why = "it closed the connection"

@@ -36,7 +36,7 @@ async def test_a_job_with_a_fault_goes_on_with_a_new_key(
         return Client(**{**server.config(), "data_converter": data_converter()})
 
     before, after = connect("old"), connect("new")
-    script = Script((Exit(rank=3, exit_code=1, error=error_file(PLANTED)),))
+    script = Script((Exit(generation=1, rank=3, exit_code=1, error=error_file(PLANTED)),))
     async with rig(before, tmp_path, script) as made:
         job = await made.submit(policy(), env={"A": PLANTED})
         await job.until_phase(Phase.RUNNING, 2)
