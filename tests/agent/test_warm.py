@@ -160,11 +160,11 @@ def test_a_forked_rank_sees_what_a_cold_one_sees(
 @pytest.mark.long
 @pytest.mark.parametrize("minor", range(8, 15))
 def test_ranks_of_other_pythons_are_forked_alike(node: Node, tmp_path: Path, minor: int) -> None:
-    python = shutil.which(f"python3.{minor}")
-    if python is None:
-        pytest.skip(f"no python3.{minor} on PATH")
+    python = shutil.which(f"python3.{minor}") or "false"
     ask = [python, "-c", "import sys; print(sys.executable)"]  # pyenv's are scripts
-    itself = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()
+    itself = subprocess.run(ask, capture_output=True, text=True, check=False).stdout.strip()
+    if not itself:
+        pytest.skip(f"no python3.{minor} on PATH")
     compare_forked(node, tmp_path, itself, ["-u", "folder/train.py"])
 
 
