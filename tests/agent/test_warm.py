@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import pytest
 from real_node import TIMES, Node, is_alive, read_name, wait_for
 
 from relaunch.agent.ranks import standby as standby_module
+from relaunch.agent.state import JobState
 from relaunch.agent.warm.command import UnsuitableCommand, parse_command
 
 Json = dict[str, Any]
@@ -308,6 +310,22 @@ def test_a_module_beside_the_script_would_come_first(node: Node, job: Json) -> N
     assert second["warm"]["reason"].endswith(
         "/job/decimal.py has the name of a module that was imported ahead"
     )
+
+
+def test_a_full_disk_is_no_reason_to_fail_after_a_silent_standby(
+    node: Node, job: Json, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    begin(node, 1, COMMAND, **job)
+    await_standby(node)
+    (highest,) = node.state.glob("jobs/*/highest.json")
+
+    def refuse(*given: object, **more: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(standby_module, "write_json", refuse)
+    known = JobState.from_row(node.state, json.loads(highest.read_text()))
+    standby_module._record_silence(known)
+    assert "No space left on device" in capfd.readouterr().err
 
 
 def count_ranks(node: Node) -> int:

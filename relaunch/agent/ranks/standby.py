@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Iterator, NamedTuple, Optional
 
-from relaunch.agent import processes
+from relaunch.agent import disk, processes
 from relaunch.agent.failpoints import reach_failpoint
 from relaunch.agent.loop import is_from_this_user
 from relaunch.agent.protocol import Json, Refusal, Token, now, parse_token
@@ -167,10 +167,18 @@ def hand_over(
         return True
     # From here on it must never become the shim, whatever it has received.
     _kill(known.process)
+    _record_silence(job)
+    return False
+
+
+def _record_silence(job: JobState) -> None:
+    """Record why the standby was killed. That is no reason not to launch, on a full disk either."""
     path = _folder(job) / "standby.json"
     record = {**(read_json(path) or {}), "state": "ended", "reason": "its Python did not answer"}
-    write_json(path, record, durable=False)
-    return False
+    try:
+        write_json(path, record, durable=False)
+    except OSError as error:
+        disk.log(f"{path} cannot be written: {error}")
 
 
 def _kill(process: processes.Process) -> None:
