@@ -122,7 +122,8 @@ def test_no_other_fleet_examines_or_repairs_under_its_ranks(
 def test_a_node_held_by_another_fleet_is_refused_by_its_name(node: Node, programs: Path) -> None:
     install_tool(programs, "dcgmi", stdout="{}", seconds=30)
     diagnosing = node.begin("diagnose", id="r1", level=1, within=60.0, fleet=LAB)
-    wait_for(lambda: expect_done(node.order("list"))["held"])
+    # the lock comes before the record that says whose it is
+    wait_for(lambda: (node.state / "held.json").exists())
     assert expect_done(node.order("list"))["held"]["fleet"] == LAB
     assert json.loads((node.state / "held.json").read_text())["fleet"] == LAB
     for answer in (prepare(node, OTHER), repair(node, "reboot", OTHER)):
