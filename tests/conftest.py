@@ -19,6 +19,7 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from tests.pages import PageExtension
+from tests.torch_python import PYTHON, has_module
 
 
 def pytest_configure() -> None:
@@ -132,6 +133,19 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 _variants = Counter[str]()
 
 
+@pytest.hookimpl(tryfirst=True)  # before fixtures
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs a library for training where there is none.
+
+    Only now is it looked for: each process collects all tests, and an import of torch takes
+    seconds.
+    """
+    for marker in item.iter_markers("needs_module"):
+        (module,) = marker.args
+        if not has_module(module):
+            pytest.skip(f"{PYTHON} has no {module}: RELAUNCH_TORCH_PYTHON names one that has")
+
+
 @pytest.hookimpl(trylast=True)  # once those of other suites are out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Count no branch that a property test takes, and begin with the longest tests.
@@ -143,6 +157,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker(pytest.mark.no_cover)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[Any]:
+    """Look for no garbage while all that tests import is made: a sixth of the time of that."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:

@@ -26,8 +26,8 @@ from relaunch.agent.ranks.launched import leave_tracker
 from relaunch.evidence.observations import RankExited
 from relaunch.job.launchers import launcher_command
 from relaunch.spec.job import JobSpec
+from tests.torch_python import PYTHON
 
-PYTHON = os.environ.get("RELAUNCH_TORCH_PYTHON", "python3")
 TORCH = Path(shutil.which(PYTHON) or PYTHON).parent
 """Where its torchrun is, and its ft_launcher."""
 DOUBLE = Path(__file__).parents[1] / "doubles" / "torchrun.py"
@@ -54,20 +54,13 @@ def read(told: Json) -> RankExited:
     return seen
 
 
-def has(module: str) -> bool:
-    return subprocess.run([PYTHON, "-c", f"import {module}"], capture_output=True).returncode == 0
-
-
 REAL = [
     pytest.param(
         name,
         marks=[
             pytest.mark.long,
             pytest.mark.timeout(600),
-            pytest.mark.skipif(
-                not has(module),
-                reason=f"{PYTHON} has no {module}: RELAUNCH_TORCH_PYTHON names one that has",
-            ),
+            pytest.mark.needs_module(module),
         ],
     )
     for name, module in (

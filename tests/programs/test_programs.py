@@ -34,7 +34,6 @@ from tests.programs.service import (
 )
 
 SHORT = ("kill", "keyerror")
-NO_TORCH = find_missing(PYTHON, NANOGPT)
 RIGHT: Row = {
     "program": "pure",
     "fault": "kill",
@@ -91,9 +90,10 @@ def test_a_program_resumes_bit_for_bit_and_says_its_bug(tmp_path: Path) -> None:
     assert "[rank 0] step 7: loss " in log and "[rank 0] saving checkpoint 5\n" in log
 
 
-@pytest.mark.skipif(bool(NO_TORCH), reason=f"{NO_TORCH}: RELAUNCH_TORCH_PYTHON names one that has")
 @pytest.mark.timeout(600)
 def test_a_program_of_torch_resumes_and_says_its_bug(tmp_path: Path) -> None:
+    if missing := find_missing(PYTHON, NANOGPT):
+        pytest.skip(f"{missing}: RELAUNCH_TORCH_PYTHON names one that has")
     faults = {fault.name: fault for fault in FAULTS}
     with Service(tmp_path / "service") as service:
         untouched = run_cell(service, NANOGPT, faults["none"], tmp_path, None, None, False)
