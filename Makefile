@@ -1,6 +1,8 @@
 # setup demo test lint types long bench chaos programs corpus upgrade-test compose-test vm-test screenshots record-release dist reference: nothing else to remember.
 PY := .venv/bin/python
 WORKERS ?= 5
+# Folders of libraries of which next to nothing is ever imported, more than half of all that is installed.
+UNCOMPILED := sympy|mpmath|networkx|tests|pip|setuptools|mypyc?|lexers|apprise/plugins|moto/(?!core|utilities|moto_api|autoscaling|dynamodb|ec2|logs|sns|sqs)\w+
 
 .PHONY: setup demo test lint types long bench chaos programs corpus upgrade-test compose-test vm-test screenshots aws-smoke record-release dist reference lock
 
@@ -9,7 +11,7 @@ setup: .venv/.installed
 # A Python that is new enough, found by uv where it is there. The stamp makes the second `make setup` do nothing.
 # uv installs in a third of pip's time. Where it cannot be had, or does not reach the packages (it does not read pip's
 # configuration), pip installs the same. Both take only files whose hash is in requirements.lock, uv itself included, and nothing that
-# is not in it. What is not compiled is large, and little or nothing of it is ever imported.
+# is not in it.
 .venv/.installed: requirements.lock pyproject.toml
 	@if command -v uv >/dev/null 2>&1; then \
 	    test -x $(PY) || uv venv --quiet --python '>=3.11' .venv; \
@@ -27,7 +29,7 @@ setup: .venv/.installed
 	    || { $(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip >/dev/null; \
 	    $(PY) -m pip install --quiet --no-compile --disable-pip-version-check --no-deps --require-hashes -r requirements.lock; }
 	@.venv/bin/uv pip install --quiet --offline --python $(PY) --no-deps --no-build-isolation -e .
-	@$(PY) -m compileall -q -j 0 -x '/(sympy|mpmath|networkx|tests)/' .venv/lib
+	@$(PY) -m compileall -q -j 0 -x '/($(UNCOMPILED))/' .venv/lib
 	@$(PY) -m compileall -q *.py activities workflows relaunch  # else the first command pays for it
 	@touch $@
 
