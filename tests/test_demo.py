@@ -1,6 +1,6 @@
 """The demo, as a newcomer runs it; nothing stays behind.
 
-On a terminal it is interrupted after the second of its three faults, into a pipe it runs to its
+On a terminal it is interrupted after the first of its three faults, into a pipe it runs to its
 end. The first is part of `make test`: README's first command must not break unseen.
 """
 
@@ -104,7 +104,7 @@ def test_ctrl_c_on_a_terminal_ends_everything(
     os.close(theirs)
     out = b""
     deadline = time.monotonic() + PATIENCE / 2
-    while b"a new worker watches the same ranks" not in out:
+    while b"incident closed" not in out:
         assert time.monotonic() < deadline, out.decode()
         out += os.read(ours, 65536)
     os.kill(demo.pid, signal.SIGINT)
