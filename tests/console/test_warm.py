@@ -107,7 +107,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         ROOT,
         root,
         ignore=lambda at, names: [
-            n for n in names if n.startswith(".") or n in ("tests", "docs", "__pycache__")
+            n for n in names if n.startswith(".") or n in ("tests", "docs", "build") or ".pyc." in n
         ],
     )
     command = [sys.executable, str(root / "starter.py"), "up", "--port", "0", "--ui-port", "0"]

@@ -23,13 +23,9 @@ from tests.corpus.play import (
 from tests.corpus.run import WAYS, judge
 from tests.programs.service import Service
 
-FEW = (
+SAMPLE = (
     ("app_swift_oom_fragmented_rank11", "after-echo"),
     ("node_xid79_overheated_titan", "alone"),
-)
-"""What `make test` plays."""
-SAMPLE = (
-    *FEW,
     ("app_deepspeed_recursion_rank1", "torchrun"),
     ("dist_gloo_closed_by_peer_at_load", "alone"),
     ("node_xid94_contained_documented", "before-echo"),
@@ -51,25 +47,21 @@ def make_ending(*ranks: dict[str, object], **fields: object) -> Ending:
     return Ending.model_validate({**given, **fields})
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "sample", [FEW, pytest.param(SAMPLE, marks=pytest.mark.long)], ids=["few", "all"]
-)
-def test_a_sample_is_right_through_the_whole_service(
-    tmp_path: Path, sample: tuple[tuple[str, str], ...]
-) -> None:
-    endings = {name: read_ending(ENDINGS / f"{name}.yaml") for name, _ in sample}
-    options = prepare(tmp_path / "service", len(sample))
+def test_a_sample_is_right_through_the_whole_service(tmp_path: Path) -> None:
+    endings = {name: read_ending(ENDINGS / f"{name}.yaml") for name, _ in SAMPLE}
+    options = prepare(tmp_path / "service", len(SAMPLE))
 
     def play(at: int) -> Row:
-        name, way = sample[at]
+        name, way = SAMPLE[at]
         return run_play(
             service, f"f{at + 1}", f"{name}.yaml", way, endings[name], tmp_path / "plays"
         )
 
     folder = tmp_path / "service"
-    with Service(folder, *options) as service, ThreadPoolExecutor(len(sample)) as pool:
-        rows = list(pool.map(play, range(len(sample))))
+    with Service(folder, *options) as service, ThreadPoolExecutor(len(SAMPLE)) as pool:
+        rows = list(pool.map(play, range(len(SAMPLE))))
     judged = judge(rows, {f"{name}.yaml": ending for name, ending in endings.items()})
     assert [(row, wrong) for row, wrong in judged if wrong] == []
 

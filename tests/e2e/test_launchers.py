@@ -133,6 +133,7 @@ async def test_a_killed_launcher_takes_its_ranks_along_and_is_named(
     await world.tidy(job)
 
 
+@pytest.mark.long
 async def test_exit_code_93_of_a_rank_is_honoured_through_its_launcher(world: World) -> None:
     command = ["sh", "-c", 'test "$RANK" = 2 && exit 93; exec sleep 1000']
     job = await world.submit(

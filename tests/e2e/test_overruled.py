@@ -16,7 +16,11 @@ from temporalio.api.workflowservice.v1 import ResetWorkflowExecutionRequest
 from relaunch.cli import jobs
 from tests.chaos.world import World, eventually
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(600),
+    pytest.mark.long,
+]
 
 
 async def test_a_later_submission_first_stops_a_terminated_jobs_ranks(
