@@ -204,30 +204,28 @@ def test_ranks_that_cannot_start_are_refused_by_name(
     wait_for(lambda: not node.list_leftovers())
 
 
-@pytest.mark.parametrize(
-    ("order", "expected"),
-    [
-        ({"protocol": 2}, "protocol"),
-        ({"protocol": None}, "protocol"),
-        ({"token": None}, "bad_order"),
-        ({"token": {**token(1), "generation": -1}}, "bad_order"),
-        ({"token": {**token(1), "job": "a/b"}}, "bad_order"),
-        ({"token": {**token(1), "submission": True}}, "bad_order"),
-        ({"ranks": []}, "bad_order"),
-        ({"ranks": [0, 0]}, "bad_order"),
-        ({"ranks": ["0"]}, "bad_order"),
-        ({"lease": 0}, "bad_order"),
-        ({"lease": "60"}, "bad_order"),
-        ({"address": "192.0.2.77"}, "cannot_start"),
-    ],
-)
-def test_bad_orders_are_refused_with_a_sentence(
-    node: Node, order: dict[str, Any], expected: str
-) -> None:
-    answer = node.prepare(1, **order)
-    assert why(answer) == f"refused {expected}"
-    assert answer is not None
-    assert len(answer["reason"]) > 10
+BAD_ORDERS: list[tuple[dict[str, Any], str]] = [
+    ({"protocol": 2}, "protocol"),
+    ({"protocol": None}, "protocol"),
+    ({"token": None}, "bad_order"),
+    ({"token": {**token(1), "generation": -1}}, "bad_order"),
+    ({"token": {**token(1), "job": "a/b"}}, "bad_order"),
+    ({"token": {**token(1), "submission": True}}, "bad_order"),
+    ({"ranks": []}, "bad_order"),
+    ({"ranks": [0, 0]}, "bad_order"),
+    ({"ranks": ["0"]}, "bad_order"),
+    ({"lease": 0}, "bad_order"),
+    ({"lease": "60"}, "bad_order"),
+    ({"address": "192.0.2.77"}, "cannot_start"),
+]
+
+
+def test_bad_orders_are_refused_with_a_sentence(node: Node) -> None:
+    for order, expected in BAD_ORDERS:
+        answer = node.prepare(1, **order)
+        assert why(answer) == f"refused {expected}", order
+        assert answer is not None
+        assert len(answer["reason"]) > 10, answer
 
 
 @pytest.mark.long_after(variants=3)

@@ -143,6 +143,7 @@ def read_seen(node: Node, generation: int, rank: int) -> tuple[Json, Json]:
     return seen, own
 
 
+@pytest.mark.long_after(variants=2)
 @pytest.mark.parametrize(
     "how",
     [
@@ -240,6 +241,7 @@ def read_reason(second: Json) -> str:
     return re.sub(r"\d\d\d+", "N", second["warm"]["reason"])
 
 
+@pytest.mark.long_after(variants=2)
 @pytest.mark.parametrize("module", HARMFUL)
 def test_a_module_that_a_fork_would_break_starts_cold(node: Node, job: Json, module: str) -> None:
     more = {**job, "warm": [module]}
@@ -269,6 +271,7 @@ os.register_at_fork(before=end)
     assert begin(node, 2, COMMAND, **more)["warm"]["forked"]
 
 
+@pytest.mark.long_after(variants=1)
 @pytest.mark.parametrize(
     ("command", "reason"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 import textwrap
@@ -23,12 +24,17 @@ def code_lines(page: str) -> list[str]:
     return [line.split("  #")[0].strip() for line in lines if line.strip()]
 
 
+@functools.cache
+def _build_command() -> Any:
+    return get_command(app.app)
+
+
 def take(line: str) -> None:
     """Parse a line that begins with relaunch, and run nothing.
 
     Raises click's UsageError: it is no command.
     """
-    command: Any = get_command(app.app)
+    command = _build_command()
     words = shlex.split(line)[1:]
     context = command.context_class(command, info_name="relaunch")
     while hasattr(command, "resolve_command"):

@@ -242,7 +242,7 @@ async def test_a_stop_that_waits_for_proof_continues_as_new(
     [
         pytest.param("ladder_used_up", (Phase.FAILED, 4, 3), marks=pytest.mark.long),
         pytest.param("replace_node", (Phase.SUCCEEDED, 4, 0), marks=pytest.mark.long),
-        ("examined_and_rebooted", (Phase.SUCCEEDED, 2, 1)),
+        pytest.param("examined_and_rebooted", (Phase.SUCCEEDED, 2, 1), marks=pytest.mark.long),
         ("node_lost_and_back", (Phase.SUCCEEDED, 1, 0)),
     ],
 )

@@ -202,7 +202,7 @@ PAYLOADS: dict[str, Callable[[], object]] = {
 }
 
 
-@pytest.mark.long_after(variants=4)
+@pytest.mark.long_after(variants=2)
 @pytest.mark.parametrize("what", PAYLOADS)
 def test_no_payload_of_10000_nodes_and_jobs_reaches_a_mib(what: str) -> None:
     assert wire_size(PAYLOADS[what]()) < MIB
