@@ -445,7 +445,6 @@ def become(rank: Rank) -> None:
     from. Without that word, this process ends.
     """
     import importlib
-    import sys
 
     order, (stdout, stderr, failure, going) = rank
     step = "prepare the process"
