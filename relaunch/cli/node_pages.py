@@ -26,7 +26,14 @@ from relaunch.fields import duration
 from relaunch.pool.events import FleetFileContent
 from relaunch.pool.messages import Healing
 from relaunch.pool.nodes import SWEEP_INTERVAL
-from relaunch.pool.state import ClaimRecord, FleetState, Mark, NodeRecord, PastReason
+from relaunch.pool.state import (
+    ClaimRecord,
+    FleetState,
+    Mark,
+    NodeRecord,
+    PastReason,
+    WarmPython,
+)
 from relaunch.pool.tenants import STATES, Tenant, is_claimed, jobs_on, node_state, tenants
 from relaunch.spec.fleet import FleetLimits, FleetNode
 from relaunch.text import count_noun, format_time
@@ -155,9 +162,23 @@ def _probe_age(since: timedelta) -> str:
 
 
 def node_lines(
-    record: NodeRecord, here: Sequence[Tenant], fleet: str, now: datetime, web: str | None
+    record: NodeRecord,
+    here: Sequence[Tenant],
+    fleet: str,
+    now: datetime,
+    web: str | None,
+    warm: Sequence[WarmPython] = (),
 ) -> list[str]:
-    """Return the lines of `nodes show NODE`. `web` is the URL of workflows, up to their IDs."""
+    """Return the lines of `nodes show NODE`.
+
+    Args:
+        record: What the fleet knows of the node.
+        here: The jobs that have it.
+        fleet: The fleet's name.
+        now: The present time.
+        web: The URL of workflows, up to their IDs.
+        warm: What imports ahead there.
+    """
     spec, probe, drain = record.spec, record.probe, record.drain
     state = node_state(record, here)
     reason, by, since = find_reason(record, state, here)
@@ -190,6 +211,7 @@ def node_lines(
         lines.append(
             f"{has}     job {tenant.job}, submission {tenant.submission}: {_share(record, tenant)}"
         )
+    lines += [f"warm        {_warm_line(one)}" for one in warm]
     lines += gpu_views.lines(record, _jobs_by_gpu(record, here), now)
     if drain is not None:
         left = (
@@ -221,6 +243,24 @@ def _jobs_by_gpu(record: NodeRecord, here: Sequence[Tenant]) -> dict[int, list[s
         for gpu in (share or range(record.spec.gpus)) if tenant.offered is None else ():
             found.setdefault(gpu, []).append(tenant.job)
     return found
+
+
+def _warm_line(one: WarmPython) -> str:
+    has = "has imported" if one.state == "ready" else "is to import"
+    if one.state == "cold":
+        has = "cannot import"
+    memory = f", {one.bytes / 1e6:.0f} MB of memory" if one.bytes else ""
+    return f"a Python of job {one.job} {has} {', '.join(one.modules)}{memory}"
+
+
+def warm_view(warm: Sequence[WarmPython] | None) -> list[dict[str, Any]] | None:
+    """Return the value of `warm` in `nodes show NODE --json`; None: the node was not asked."""
+    if warm is None:
+        return None
+    return [
+        {"job": one.job, "modules": list(one.modules), "state": one.state, "bytes": one.bytes}
+        for one in warm
+    ]
 
 
 def workflow_address(ui: str, namespace: str) -> str:

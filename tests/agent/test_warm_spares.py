@@ -203,5 +203,3 @@ def test_s1_1_an_order_that_makes_no_sense_is_refused(
     assert refused is not None
     assert refused["reason"] == expected
     assert list_folders(node) == []
-
-
