@@ -13,26 +13,15 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from relaunch.agent.warm.python import SPACE
 from tests.chaos.rounds import CUTS
-from tests.chaos.world import Job, World, chaos_policy, eventually
+from tests.chaos.world import RANK_PROGRAM, Job, World, chaos_policy, eventually
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(600),
     pytest.mark.long,
 ]
-
-PROGRAM = """
-import os, sys, time
-ahead = "decimal" in sys.modules
-name = "{}/{}-{}".format(sys.argv[1], os.environ["RELAUNCH_GENERATION"], os.environ["RANK"])
-with open(name + ".partial", "w") as file:
-    file.write("{} {} {}".format(os.getpid(), ahead, os.environ["RELAUNCH_NODE"]))
-os.rename(name + ".partial", name)
-while not os.path.exists(sys.argv[1] + "/end"):
-    time.sleep(0.05)
-"""
-FORKED = "its ranks were forked from a Python that had imported ahead"
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -46,14 +35,11 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
 
 async def submit(world: World, name: str) -> Job:
     folder = world.folder / "jobs" / name
-    folder.mkdir(parents=True)
-    (folder / "train.py").write_text(PROGRAM)
     return await world.submit(
         name=name,
-        nodes=2,
-        command=[sys.executable, str(folder / "train.py"), str(folder)],
+        command=[sys.executable, str(RANK_PROGRAM), str(folder)],
         warm=["decimal"],
-        policy=chaos_policy(max_restarts=4),
+        policy=chaos_policy(hang={"after": "12s", "first_step": "30s"}),
     )
 
 
@@ -72,6 +58,12 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def were_forked(job: Job, node: str) -> bool:
+    """Return whether the rank of a node has the space for its environment that a fork needs."""
+    (pid,) = job.rank_pids(node)
+    return len(Path(f"/proc/{pid}/environ").read_bytes()) > SPACE
+
+
 async def until_ready(job: Job, *nodes: str) -> dict[str, int]:
     """Wait until each node has imported; return the pids of the processes that have."""
 
@@ -83,19 +75,13 @@ async def until_ready(job: Job, *nodes: str) -> dict[str, int]:
     return await job.until(all_are, f"no Python imports ahead on all of {nodes}")
 
 
-async def until_began(job: Job, generation: int) -> dict[str, tuple[int, bool]]:
-    """Wait for a generation; return pid and whether it was forked of its rank on each node."""
-
-    async def has_begun() -> dict[str, tuple[int, bool]] | None:
-        files = [job.folder / f"{generation}-{rank}" for rank in range(2)]
-        if not all(path.exists() for path in files):
-            return None
-        rows = [path.read_text().split() for path in files]
-        return {node: (int(pid), ahead == "True") for pid, ahead, node in rows}
-
-    began = await job.until(has_begun, f"generation {generation} does not begin")
+async def until_runs(job: Job, generation: int) -> dict[str, int | None]:
+    """Wait until a generation trains; return the shim of each of its nodes."""
     await job.until_phase("RUNNING", generation=generation)
-    return began
+    await job.until_watched()
+    assert (await job.phase())[1] == generation
+    nodes = [slot.node for slot in (await job.state()).slots]
+    return {node: job.agent_pid(node, "shim") for node in nodes}
 
 
 async def until_connected(world: World) -> None:
@@ -106,7 +92,7 @@ async def until_connected(world: World) -> None:
 
 
 async def end(world: World, job: Job) -> None:
-    (job.folder / "end").touch()
+    job.let_end()
     await job.until_phase("SUCCEEDED")
 
     async def none_lives() -> bool:
@@ -118,9 +104,9 @@ async def end(world: World, job: Job) -> None:
 
 async def test_s1_3_s2_8_ranks_are_forked_in_place_and_on_a_spare_over_ssh(world: World) -> None:
     job = await submit(world, "warm")
-    first = await until_began(job, 1)
-    assert {node: ahead for node, (_, ahead) in first.items()} == {"n1": False, "n2": False}
-    waiting = await until_ready(job, "n1", "n2", "n3")
+    await until_runs(job, 1)
+    assert not were_forked(job, "n1")
+    first = await until_ready(job, "n1", "n2", "n3")
     status, text = await world.run_starter("nodes", "show", "n3", "--fleet", "chaos")
     assert status == 0, text
     assert "a Python of job warm has imported decimal, " in text
@@ -128,33 +114,29 @@ async def test_s1_3_s2_8_ranks_are_forked_in_place_and_on_a_spare_over_ssh(world
     await world.worker.end(signal.SIGKILL)
     await world.worker.start()
     await until_connected(world)
-    os.kill(first["n2"][0], signal.SIGKILL)
-    second = await until_began(job, 2)
-    assert all(ahead for _, ahead in second.values())
-    assert FORKED in (await job.state()).reason
-    again = await until_ready(job, "n1", "n2", "n3")
-    assert again["n3"] == waiting["n3"], "the spare need not import again"
+    os.kill(job.rank_pids("n2")[0], signal.SIGKILL)
+    shims = await until_runs(job, 2)
+    assert were_forked(job, "n1") and were_forked(job, "n2")
+    assert shims == {node: first[node] for node in ("n1", "n2")}
+    second = await until_ready(job, "n1", "n2", "n3")
+    assert second["n3"] == first["n3"], "the spare need not import again"
+    (old,) = job.rank_pids("n2")
     world.places.cut("n2", CUTS["cut both"], freeze_ranks=True)
-    third = await until_began(job, 3)
-    assert {node: ahead for node, (_, ahead) in third.items()} == {"n1": True, "n3": True}, (
-        await job.state()
-    ).reason
-    assert FORKED in (await job.state()).reason
-    assert not is_alive(second["n2"][0]), "ranks of both generations are alive at once"
-    assert not is_alive(again["n2"]), "a node that is cut off keeps a process of the job"
+    shims = await until_runs(job, 3)
+    assert were_forked(job, "n1") and were_forked(job, "n3")
+    assert shims == {node: second[node] for node in ("n1", "n3")}
+    assert not is_alive(old), "ranks of both generations are alive at once"
+    assert not is_alive(second["n2"]), "a node that is cut off keeps a process of the job"
     world.places.heal("n2")
     await end(world, job)
 
 
-async def test_s1_3_a_spare_whose_python_was_killed_starts_cold(world: World) -> None:
-    job = await submit(world, "cold")
-    await until_began(job, 1)
-    waiting = await until_ready(job, "n1", "n2", "n3")
-    world.places.cut("n2", CUTS["cut both"], freeze_ranks=True)
+async def test_s1_3_a_python_that_was_killed_on_a_spare_is_started_again(world: World) -> None:
+    job = await submit(world, "again")
+    await until_runs(job, 1)
+    waiting = await until_ready(job, "n3")
     os.kill(waiting["n3"], signal.SIGKILL)
-    second = await until_began(job, 2)
-    assert {node: ahead for node, (_, ahead) in second.items()} == {"n1": True, "n3": False}
-    reason = (await job.state()).reason
-    assert "its ranks on n3 were started from nothing: " in reason
-    world.places.heal("n2")
+    again = await until_ready(job, "n3")
+    assert again["n3"] != waiting["n3"]
+    assert await job.phase() == ("RUNNING", 1)
     await end(world, job)
