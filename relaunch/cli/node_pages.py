@@ -253,16 +253,6 @@ def _warm_line(one: WarmPython) -> str:
     return f"a Python of job {one.job} {has} {', '.join(one.modules)}{memory}"
 
 
-def warm_view(warm: Sequence[WarmPython] | None) -> list[dict[str, Any]] | None:
-    """Return the value of `warm` in `nodes show NODE --json`; None: the node was not asked."""
-    if warm is None:
-        return None
-    return [
-        {"job": one.job, "modules": list(one.modules), "state": one.state, "bytes": one.bytes}
-        for one in warm
-    ]
-
-
 def workflow_address(ui: str, namespace: str) -> str:
     """Return the URL under which the web UI shows workflows, up to their IDs."""
     return f"{ui}/namespaces/{namespace}/workflows"
@@ -334,8 +324,16 @@ def _value(value: Any) -> str:
     return duration(value) if isinstance(value, timedelta) else str(value)
 
 
-def node_more(record: NodeRecord, here: Sequence[Tenant]) -> dict[str, Any]:
-    """Return the keys that `nodes show NODE --json` adds to those of `nodes list`."""
+def node_more(
+    record: NodeRecord, here: Sequence[Tenant], warm: Sequence[WarmPython] | None = None
+) -> dict[str, Any]:
+    """Return the keys that `nodes show NODE --json` adds to those of `nodes list`.
+
+    Args:
+        record: What the fleet knows of the node.
+        here: The jobs that have it.
+        warm: What imports ahead there; None: the node was not asked, or did not answer.
+    """
     living = record.probe.generations if record.probe else ()
     return {
         "tenants": [
@@ -355,6 +353,12 @@ def node_more(record: NodeRecord, here: Sequence[Tenant]) -> dict[str, Any]:
             {"job": one.job, "submission": one.submission, "generation": one.generation}
             for one in living
         ],
+        "warm": [
+            {"job": one.job, "modules": list(one.modules), "state": one.state, "bytes": one.bytes}
+            for one in warm
+        ]
+        if warm is not None
+        else None,
     }
 
 

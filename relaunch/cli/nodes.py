@@ -95,8 +95,7 @@ def nodes_show(
     record = fleets.node_of(state, node)
     here = tenants(state).get(node, ())
     if as_json:
-        more = {**node_pages.node_more(record, here), "warm": node_pages.warm_view(warm)}
-        print_json({**node_views.row(record, here), **more})
+        print_json({**node_views.row(record, here), **node_pages.node_more(record, here, warm)})
     else:
         print("\n".join(node_pages.node_lines(record, here, fleet, now, web, warm or ())))
 
