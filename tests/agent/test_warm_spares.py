@@ -144,6 +144,15 @@ def test_what_cannot_be_imported_is_not_tried_again(node: Node, job: Json) -> No
 
 
 @pytest.mark.long
+def test_a_job_that_imports_nothing_ahead_any_more_starts_cold(node: Node, job: Json) -> None:
+    expect_done(warm(node, job))
+    await_standby(node)
+    first = begin(node, 1, COMMAND, **{**job, "warm": []})
+    assert first["warm"]["reason"] == "the modules to import ahead are others now"
+    wait_for(lambda: "False ran" in node.log(0) and "False ran" in node.log(1))
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("victim", ["python", "pid"])
 def test_s1_3_a_spare_whose_standby_fails_starts_from_nothing(

@@ -114,17 +114,22 @@ def _digest(spec: Json) -> str:
 # --- the commands' side ---
 
 
-def leave_behind(job: JobState, order: Json) -> None:
-    """Start a standby for the generation after this one, unless a suitable one is there.
-
-    The caller holds the lock of the job, and has started the ranks of `order`.
-    """
-    spec: Json = {
+def _make_spec(order: Json) -> Json:
+    """Return with what a standby is started, from an order to start ranks."""
+    return {
         "modules": order["warm"],
         "command": order["command"],
         "workdir": order["workdir"],
         "environment": spawn.make_shared_environment(dict(os.environ), order),
     }
+
+
+def leave_behind(job: JobState, order: Json) -> None:
+    """Start a standby for the generation after this one, unless a suitable one is there.
+
+    The caller holds the lock of the job, and has started the ranks of `order`.
+    """
+    spec = _make_spec(order)
     record = read_json(_folder(job) / "standby.json") or {}
     known = read_state(job)
     is_same = record.get("digest") == _digest(spec)
@@ -148,12 +153,7 @@ def keep(job: JobState, order: Json, seconds: float) -> Json:
     Raises:
         Refusal: There are enough standbys here already.
     """
-    spec: Json = {
-        "modules": order["warm"],
-        "command": order["command"],
-        "workdir": order["workdir"],
-        "environment": spawn.make_shared_environment(dict(os.environ), order),
-    }
+    spec = _make_spec(order)
     record = read_json(_folder(job) / "standby.json") or {}
     known = read_state(job)
     is_same = record.get("digest") == _digest(spec)
