@@ -256,6 +256,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--torch", required=True, help="a Python that can import torch")
+    parser.add_argument("--cuda", action="store_true", help="tensors on the first GPU")
     parser.add_argument("--only", default="", help="a part of the contenders' names")
     parser.add_argument("--ssh", action="store_true", help="measure nodes over SSH, with a spare")
     parser.add_argument("--output", type=Path)
@@ -265,6 +266,8 @@ def main() -> int:
         parser.error(f"{arguments.torch} cannot import torch")
     # With the store that torchrun shares with its ranks, those of torch 2.13 take addresses of dead
     # ranks from it after a restart, and fail (gloo: connectFullMesh).
+    if arguments.cuda:
+        os.environ["BENCH_CUDA"] = "1"
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     command = (arguments.torch, str(ROOT / "benchmarks" / "torch_rank.py"))
     results = []
@@ -303,6 +306,7 @@ def finish(arguments: argparse.Namespace, torch: str, results: list[dict[str, An
             "load": os.getloadavg(),
         },
         "torch": torch,
+        "cuda": arguments.cuda,
         "contenders": results,
     }
     if arguments.output:
