@@ -51,7 +51,7 @@ from relaunch.pool.messages import Claim
 from relaunch.pool.nodes import INVENTORY_INTERVAL, MAX_INVENTORIES
 from relaunch.pool.restore import export_state, has_restored
 from relaunch.pool.rounds import is_news
-from relaunch.pool.state import FleetState, LiveGeneration, NodeProbe
+from relaunch.pool.state import FleetState, LiveGeneration, NodeProbe, WarmPython
 from relaunch.spec.fleet import FleetSpec
 from relaunch.spec.policy import Timeouts
 
@@ -282,9 +282,10 @@ class FleetActivities:
         async with send_heartbeats() as shown:
             shown.append({"looking at": list(input.nodes[:8]), "nodes": len(input.nodes)})
             probes = await self._probe(input)
-        if activity.info().workflow_id is not None:  # else a person asked
-            self._note_round(input.fleet)
-        return probes
+        if activity.info().workflow_id is None:  # a person asked
+            return probes
+        self._note_round(input.fleet)
+        return tuple(replace(probe, warm=()) for probe in probes)
 
     async def _probe(self, input: LookInput) -> tuple[NodeProbe, ...]:
         backend = self._fleets.backend(input.fleet)
@@ -396,9 +397,10 @@ class FleetActivities:
         overdue = sorted((at, node) for node, at in due.items() if at <= now)
         read = tuple(node for _, node in overdue[:MAX_INVENTORIES])
         due.update(dict.fromkeys(read, now + INVENTORY_INTERVAL.total_seconds()))
-        return await self._probe(
+        probes = await self._probe(
             LookInput(input.fleet, tuple(node.node for node in input.nodes), read)
         )
+        return tuple(replace(probe, warm=()) for probe in probes)
 
     @activity.defn
     async def reclaim(self, input: ReclaimInput) -> tuple[str, ...]:
@@ -621,6 +623,10 @@ def _build_probe(node: str, seen: NodeSnapshot, mine: str) -> NodeProbe:
         inventory=read_inventory(seen.gpus) if seen.was_read else None,
         inventory_age=seen.age,
         inventory_pending=seen.unread,
+        warm=tuple(
+            WarmPython(row["job"], tuple(row["modules"]), row["state"], row["bytes"])
+            for row in listing.get("warm", ())
+        ),
     )
 
 

@@ -70,6 +70,8 @@ MAX_GENERATIONS_AHEAD = 1000
 numbers back."""
 MAX_WARM_NAMED = 3
 """Most nodes that are named whose ranks were started from nothing."""
+FIRST_LAUNCH = "nothing had been imported ahead there"
+"""Why ranks start from nothing on a node that the job comes to, unless the node has more to say."""
 MAX_NAMED = 16
 """Most refusals that are returned; the rest would say the same."""
 
@@ -389,10 +391,15 @@ class JobActivities:
 
 def _describe_warmth(started: Sequence[StartedRanks]) -> str:
     """Return how ranks began where modules were to be imported ahead, or an empty text."""
-    cold = [(one.node, one.cold) for one in started if one.cold]
+    if all(one.cold is None for one in started):
+        return ""
+    cold = [
+        (one.node, FIRST_LAUNCH if one.cold is None else one.cold)
+        for one in started
+        if one.cold != ""
+    ]
     if not cold:
-        forked = bool(started) and all(one.cold == "" for one in started)
-        return "its ranks were forked from a Python that had imported ahead" if forked else ""
+        return "its ranks were forked from a Python that had imported ahead"
     nodes = join_names([node for node, _ in cold], MAX_WARM_NAMED)
     return f"its ranks on {nodes} were started from nothing: {cold[0][1]}"
 

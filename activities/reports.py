@@ -10,6 +10,7 @@ from relaunch.job.accounts import RunFigures
 from relaunch.job.events import Event
 from relaunch.job.hang import Pace
 from relaunch.job.places import StartedPlaces
+from relaunch.spec.job import JobSpec
 from relaunch.spec.policy import HangLimits, StragglerLimits, Timeouts
 
 
@@ -21,6 +22,18 @@ class WatchedCheckpoints:
     workdir: str | None
     pattern: str
     """The regular expression of a checkpoint's name, with a group `step`."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmSpares:
+    """What spares need to know to import ahead for a job."""
+
+    spec: JobSpec
+    nodes: int
+    """How many the job has."""
+    max_restarts: int
+    gpus: tuple[int, ...] = ()
+    """Indices of the GPUs that it would be given on an unused node; empty: no particular ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +87,9 @@ class WatchRanksInput:
     """Nodes already reported as slow, of this generation."""
     checkpoints: WatchedCheckpoints | None = None
     """Where to look for checkpoints, for as long as no rank reports any. None: nowhere."""
+    warm: WarmSpares | None = None
+    """What the spares of the fleet are to import ahead; None: another shard sees to it, or the job
+    never starts warm."""
 
 
 @dataclass(frozen=True, slots=True)

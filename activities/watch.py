@@ -7,6 +7,7 @@ run twice without any effect on ranks.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from relaunch.activities.clocks import read_boot_clock
 from relaunch.activities.gang import WatchedShard
 from relaunch.activities.reports import WatchHeartbeat, WatchRanksInput, WatchReport
 from relaunch.activities.running_watches import RunningWatches
+from relaunch.activities.spares import SpareKeeper
 from relaunch.backends.answers import WatchParser
 from relaunch.backends.base import (
     Backend,
@@ -38,6 +40,8 @@ from relaunch.evidence.observations import RanksVanished
 from relaunch.job.hang import Pace
 from relaunch.job.places import explain_forgotten, find_doubt, parse_place
 from relaunch.spec.policy import Timeouts
+
+log = logging.getLogger("relaunch.watches")
 
 MAX_HEARTBEAT_TIMEOUT = timedelta(seconds=30)
 BEAT_INTERVAL_S = 3.0
@@ -119,6 +123,9 @@ class WatchActivities:
                 gang.keep_reading_checkpoints(lambda node: self._reach(input.fleet, node, None))
             )
             leaving = tasks.create_task(activity.wait_for_worker_shutdown())
+            # Not one of these tasks: whatever becomes of it, the watch goes on.
+            warming = asyncio.create_task(self._keep_spares(input))
+            warming.add_done_callback(_report_failure)
             try:
                 await asyncio.wait({reporting, leaving}, return_when=asyncio.FIRST_COMPLETED)
                 if not reporting.done():
@@ -131,8 +138,14 @@ class WatchActivities:
                     )
                 return await reporting
             finally:
-                for task in (*watchers, lease, reporting, looking, reading, leaving):
+                for task in (*watchers, lease, reporting, looking, reading, leaving, warming):
                     task.cancel()
+
+    async def _keep_spares(self, input: WatchRanksInput) -> None:
+        """Have spares import ahead for as long as this watch lives."""
+        if input.warm is not None:
+            used = {*input.nodes, *input.others}
+            await SpareKeeper(self._fleets, input.token, input.timeouts, input.warm, used).keep()
 
     async def _keep_leases(self, gang: WatchedShard, task_token: bytes) -> None:
         """Heartbeat with the current progress, and renew leases.
@@ -177,6 +190,11 @@ class WatchActivities:
                     await gang.renew(stamps)
                     renewed_at = read_boot_clock()
             await gang.wait_for_beat(interval)
+
+
+def _report_failure(warming: asyncio.Task[None]) -> None:
+    if not warming.cancelled() and (error := warming.exception()) is not None:
+        log.error("no spare imports ahead any more, because of a bug", exc_info=error)
 
 
 class SupersededWatchError(Exception):

@@ -1,27 +1,35 @@
 """Compare how long ranks with torch need to train again after one of them was killed.
 
     python -m benchmarks.warm --torch PYTHON [--rounds 10] [--output FILE]
+    python -m benchmarks.warm --torch PYTHON --ssh [--rounds 3] [--output FILE]
 
 PYTHON can import torch. A recovery lasts from the SIGKILL of a rank to the end of the first
 all-reduce (gloo) of all four new ones. Contenders: a bare loop that starts them again, torchrun,
 relaunch, and relaunch with `--warm torch`; each with one node of four ranks, and with two of two.
 A warm contender gets time to import before each kill, as it has in a job of hours.
+
+With --ssh, two nodes of two ranks and a spare, each with its own sshd on this machine. Each round
+kills a rank, and then cuts off a node whose ranks stand still: that recovery lasts from the moment
+in which its ranks are proven to be gone.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import platform
 import random
+import signal
 import statistics
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 if __package__ is None or __package__ == "":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -32,12 +40,16 @@ from benchmarks.contenders import (
     SETTLE,
     WORLD_SIZE,
     Contender,
+    Start,
     gang_since,
     measure_start,
 )
 from benchmarks.floor import Floor
 from benchmarks.relaunch import Relaunch
 from benchmarks.torchrun import Torchrun, version
+
+if TYPE_CHECKING:
+    from temporalio.client import WorkflowHandle
 
 MODULES = "torch,torch.distributed"
 
@@ -124,12 +136,129 @@ def measure(contender: Contender, rounds: int) -> dict[str, Any]:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """One round over SSH, in milliseconds to the first all-reduce."""
+
+    in_place: float
+    on_spare: float
+
+
+async def measure_over_ssh(torch: str, warm: bool, number: int) -> Recovery:
+    """Measure one round in a world of its own: server, worker, three nodes."""
+    from tests.chaos.rounds import CUTS
+    from tests.chaos.world import World, chaos_policy
+
+    policy = chaos_policy(
+        {"lease": "10s", "lost_after": "6s", "fence_after": "5s"},
+        hang={"after": "20s", "first_step": "90s"},
+        max_restarts=10,
+    )
+    with tempfile.TemporaryDirectory(prefix="relaunch-bench-") as folder:
+        starts = Path(folder) / "starts"
+        starts.touch()
+        async with World(
+            Path(folder) / "world", number, spares=1, backend="ssh", answer_within=5.0
+        ) as world:
+            job = await world.submit(
+                name="train",
+                nodes=2,
+                nproc_per_node=2,
+                command=[torch, str(ROOT / "benchmarks" / "torch_rank.py")],
+                env={"BENCH_STARTS": str(starts), "BENCH_LOCKSTEP": "1", "OMP_NUM_THREADS": "1"},
+                warm=MODULES.split(",") if warm else (),
+                policy=policy,
+            )
+            await _await_gang_of(starts, 0)
+            await _settle(job, ("n1", "n2", "n3") if warm else ())
+            killed = time.monotonic_ns()
+            os.kill(_newest(starts, 3).pid, signal.SIGKILL)
+            in_place = await _await_gang_of(starts, killed) - killed
+            await _settle(job, ("n1", "n2", "n3") if warm else ())
+            cut = time.monotonic_ns()
+            world.places.cut("n2", CUTS["cut both"], freeze_ranks=True)
+            again = await _await_gang_of(starts, cut)
+            await job.until_phase("RUNNING", generation=3)
+            proven = await _find_proof(world.client.get_workflow_handle("job/train"))
+            return Recovery(in_place / 1e6, (again - proven) / 1e6)
+
+
+async def _settle(job: Any, warm: tuple[str, ...]) -> None:
+    """Wait until the job trains, its leases are renewed and these nodes have imported."""
+    await job.until_phase("RUNNING")
+    deadline = time.monotonic() + DEADLINE
+    while time.monotonic() < deadline:
+        records = [job.on(node) / "warm" / "standby.json" for node in warm]
+        if all(path.exists() and '"ready"' in path.read_text() for path in records):
+            break
+        await asyncio.sleep(0.2)
+    else:
+        raise TimeoutError(f"not all of {warm} are warm")
+    await asyncio.sleep(5.0)
+
+
+def _read_starts(path: Path) -> list[Start]:
+    return [Start(*map(int, line.split())) for line in path.read_text().splitlines()]
+
+
+def _newest(path: Path, rank: int) -> Start:
+    return max((one for one in _read_starts(path) if one.rank == rank), key=lambda one: one.at)
+
+
+async def _await_gang_of(path: Path, since: int) -> int:
+    deadline = time.monotonic() + 2 * DEADLINE
+    while (at := gang_since(_read_starts(path), since)) is None:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no gang of {WORLD_SIZE} ranks")
+        await asyncio.sleep(0.05)
+    return at
+
+
+async def _find_proof(job: WorkflowHandle[Any, Any]) -> int:
+    """Return when the ranks before the newest launch were proven gone, by CLOCK_MONOTONIC in ns.
+
+    That is when the last activity that stops ranks had ended before it; both clocks are of this
+    machine.
+    """
+    names: dict[int, str] = {}
+    proof = launched = 0
+    async for event in job.fetch_history_events():
+        if event.HasField("activity_task_scheduled_event_attributes"):
+            name = event.activity_task_scheduled_event_attributes.activity_type.name
+            names[event.event_id] = name
+            launched = proof if name == "launch_ranks" else launched
+        elif event.HasField("activity_task_completed_event_attributes"):
+            done = event.activity_task_completed_event_attributes.scheduled_event_id
+            if names.get(done) == "stop_ranks":
+                proof = event.event_time.ToNanoseconds()
+    if not launched:
+        raise ValueError("no ranks were proven gone")
+    return launched - (time.time_ns() - time.monotonic_ns())
+
+
+def run_over_ssh(torch: str, rounds: int, only: str) -> list[dict[str, Any]]:
+    results = []
+    for name, warm in (("relaunch over SSH", False), ("relaunch over SSH, warm", True)):
+        if only not in name:
+            continue
+        found = []
+        for number in range(rounds):
+            found.append(asyncio.run(measure_over_ssh(torch, warm, 140 + number)))
+            print(f"{name}: {found[-1]}", file=sys.stderr, flush=True)
+        for what in ("in_place", "on_spare"):
+            times = [getattr(one, what) for one in found]
+            text = {"in_place": "a rank killed", "on_spare": "a node lost, on a spare"}[what]
+            results.append({"name": f"{name}: {text}", "recovery_ms": times, "split_s": {}})
+    return results
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--torch", required=True, help="a Python that can import torch")
     parser.add_argument("--cuda", action="store_true", help="tensors on the first GPU")
     parser.add_argument("--only", default="", help="a part of the contenders' names")
+    parser.add_argument("--ssh", action="store_true", help="measure nodes over SSH, with a spare")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     torch = version(arguments.torch)
@@ -142,6 +271,9 @@ def main() -> int:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     command = (arguments.torch, str(ROOT / "benchmarks" / "torch_rank.py"))
     results = []
+    if arguments.ssh:
+        results = run_over_ssh(arguments.torch, arguments.rounds, arguments.only)
+        return finish(arguments, torch, results)
     with tempfile.TemporaryDirectory(prefix="relaunch-bench-up-") as folder:
         state = Path(folder) / "state"
         service = Warm(state, 1, warm=False)
@@ -161,6 +293,11 @@ def main() -> int:
                 results.append(measure(contender, arguments.rounds))
         finally:
             service.take_down()
+    return finish(arguments, torch, results)
+
+
+def finish(arguments: argparse.Namespace, torch: str, results: list[dict[str, Any]]) -> int:
+    """Print and keep the results."""
     report = {
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {

@@ -44,6 +44,7 @@ COMMANDS: dict[str, Command] = {
     "prepare": lambda state, order, reading, writing: orders.prepare(state, order),
     "start": lambda state, order, reading, writing: orders.start(state, order),
     "stop": lambda state, order, reading, writing: orders.stop(state, order),
+    "warm": lambda state, order, reading, writing: orders.warm(state, order),
     "watch": watch.watch,
     "list": lambda state, order, reading, writing: reports.list_jobs(state, order),
     "logs": lambda state, order, reading, writing: reports.read_logs(state, order, reading),

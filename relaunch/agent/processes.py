@@ -109,6 +109,15 @@ class Process(NamedTuple):
         return self.state not in "ZX" or self.threads > 1
 
 
+def read_memory(pid: int) -> int | None:
+    """Return the bytes of a process that are in memory, shared pages included; None: it is gone."""
+    try:
+        with open(f"/proc/{pid}/statm", "rb") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
 def read_process(pid: int) -> Process | None:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:

@@ -11,7 +11,7 @@ from relaunch.agent import processes
 from relaunch.agent.file_changes import FileChanges
 from relaunch.agent.node import gpu_users, gpus, hold, reboots
 from relaunch.agent.protocol import VERSION, Fields, Json, Refusal, refuse_field
-from relaunch.agent.ranks import journal, log_times, retention
+from relaunch.agent.ranks import journal, log_times, retention, standby
 from relaunch.agent.ranks.redact import Redactor
 from relaunch.agent.state import Generation, JobState, read_boot_id, read_json
 
@@ -89,6 +89,7 @@ def list_jobs(state: Path, order: Fields) -> Json:
         "protocol": VERSION,
         "jobs": jobs,
         "held": holder,
+        "warm": standby.list_standbys(state),
     }
     # The holder of the node may be resetting its GPUs, which requires that no process has them
     # open.

@@ -22,9 +22,9 @@ from relaunch.agent.loop import parse, take_line
 from relaunch.agent.protocol import VERSION, Json, Refusal, line, now
 from relaunch.agent.state import read_boot_id
 
-ALWAYS_FINISHED = ("prepare", "start", "stop", "reset-gpus", "reboot")
+ALWAYS_FINISHED = ("prepare", "start", "stop", "warm", "reset-gpus", "reboot")
 """These commands are finished even if the controller has disconnected; the others end."""
-BOUND = ("prepare", "start", "stop", "diagnose", "reset-gpus", "reboot")
+BOUND = ("prepare", "start", "stop", "warm", "diagnose", "reset-gpus", "reboot")
 """These commands change the node, so each is for one session with it, and may be for a time."""
 CUT_CHECK_INTERVAL = 0.2
 """Seconds between checks whether a cut was lifted."""

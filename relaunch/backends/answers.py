@@ -172,6 +172,11 @@ class WarmAnswer(_Answer):
     reason: PrintedLine = ""
 
 
+class StandbyAnswer(_Answer):
+    state: Word
+    reason: PrintedLine = ""
+
+
 class StartAnswer(_Answer):
     pids: Annotated[dict[RankNumber, Pid], Field(max_length=MAX_RANKS)]
     already: bool
@@ -218,12 +223,22 @@ def _check_live(jobs: list[ListedJob]) -> list[ListedJob]:
     return jobs
 
 
+class ListedStandby(_Row):
+    namespace: Label
+    job: Label
+    server: Annotated[str, Field(max_length=256)] = ""
+    state: Word
+    modules: Annotated[list[Label], Field(max_length=64, fail_fast=True)]
+    bytes: Bytes | None = None
+
+
 class ListAnswer(_Answer):
     boot_id: Annotated[str, Field(max_length=256)] = ""
     jobs: Annotated[
         list[ListedJob], Field(max_length=MAX_JOBS, fail_fast=True), AfterValidator(_check_live)
     ]
     held: Holder | None = None
+    warm: Annotated[list[ListedStandby], Field(max_length=256, fail_fast=True)] = []
 
 
 class LogChunkAnswer(_Answer):

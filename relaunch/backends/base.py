@@ -180,6 +180,38 @@ class StartedRanks:
 
 
 @dataclass(frozen=True, slots=True)
+class WarmOrder:
+    """What a node needs to import ahead for a job that may come to it.
+
+    The fields are those of `StartOrder`.
+    """
+
+    token: Token
+    """Of the generation that runs elsewhere."""
+    fleet: str
+    keep: float
+    """Seconds until what was started ends, unless this order is repeated."""
+    command: tuple[str, ...]
+    workdir: str | None
+    env: Mapping[str, str] = field(repr=False)
+    rank_env: tuple[Mapping[str, str], ...] = field(repr=False)
+    modules: tuple[str, ...]
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    inherit_env: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class WarmNode:
+    """How far a node is that imports ahead."""
+
+    node: str
+    state: str
+    """`waiting`, `importing`, `ready`, `ended`, or `cold`: it will not be ready."""
+    reason: str
+    """Why it is cold or has ended, or an empty text."""
+
+
+@dataclass(frozen=True, slots=True)
 class StopOrder:
     token: Token
     stop_grace: float
@@ -459,6 +491,20 @@ class CallsPeers(Protocol):
 
         Raises:
             Unreachable: the node that is to call did not answer.
+        """
+        ...
+
+
+@runtime_checkable
+class ImportsAhead(Protocol):
+    """A backend whose nodes can import for a job that may come to them."""
+
+    async def warm(self, node: str, order: WarmOrder) -> WarmNode | Refusal:
+        """Have a node import ahead, or go on with it. It is refused where it would be in the way.
+
+        Raises:
+            Unreachable: the node did not answer.
+            ProtocolError: its agent is older than this order.
         """
         ...
 

@@ -30,6 +30,8 @@ from relaunch.backends.base import (
     StopOrder,
     StopProof,
     Unreachable,
+    WarmNode,
+    WarmOrder,
 )
 from relaunch.backends.link import Inbox, Link, end
 from relaunch.backends.pipe import Pipe
@@ -45,9 +47,9 @@ GPU_READ_TIMEOUT = 14.0
 user names."""
 SEND_TIMEOUT = 30.0
 """Seconds for py-spy to reach a node: 3 MB, once for each version."""
-BOUND_COMMANDS = ("prepare", "start", "stop", "diagnose", "reset-gpus", "reboot")
+BOUND_COMMANDS = ("prepare", "start", "stop", "warm", "diagnose", "reset-gpus", "reboot")
 """Those that the agent carries out only for the session that they were given to."""
-TIMED_COMMANDS = ("prepare", "diagnose", "reset-gpus", "reboot")
+TIMED_COMMANDS = ("prepare", "warm", "diagnose", "reset-gpus", "reboot")
 """Those of them that a node is not to carry out once their caller has given up. A `start` goes with
 a preparation, which expires; a `stop` forbids for ever what it stops, and is right at any time."""
 LATE_DELAY = 5.0
@@ -178,6 +180,25 @@ class AgentSession:
             return self._read_refusal("stop", answer)
         stopped = answers.parse(self._node, "stop", answers.StopAnswer, answer)
         return StopProof(self._node, parse_place(answer.get("place")), stopped.step)
+
+    async def warm(self, order: WarmOrder) -> WarmNode | Refusal:
+        body: dict[str, Any] = {
+            "keep": order.keep,
+            "command": order.command,
+            "workdir": order.workdir,
+            "env": {**order.env, **order.secrets},
+            "rank_env": [dict(env) for env in order.rank_env],
+            "inherit_env": order.inherit_env,
+            "warm": list(order.modules),
+            **_whose(order.fleet),
+        }
+        answer = await self._call(
+            "warm", {"token": self._token(order.token), **body}, 2 * self._within
+        )
+        if answer["outcome"] == "refused":
+            return self._read_refusal("warm", answer)
+        warm = answers.parse(self._node, "warm", answers.StandbyAnswer, answer)
+        return WarmNode(self._node, warm.state, warm.reason)
 
     async def list(self, gpus: bool = False) -> Mapping[str, Any]:
         if gpus:

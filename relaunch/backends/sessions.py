@@ -23,6 +23,8 @@ from relaunch.backends.base import (
     StartOrder,
     StopOrder,
     StopProof,
+    WarmNode,
+    WarmOrder,
     WatchStream,
 )
 from relaunch.backends.pipe import Pipe
@@ -68,6 +70,9 @@ class SessionBackend(ABC):
 
     async def stop(self, node: str, order: StopOrder) -> StopProof | Refusal:
         return await self._session(node).stop(order)
+
+    async def warm(self, node: str, order: WarmOrder) -> WarmNode | Refusal:
+        return await self._session(node).warm(order)
 
     def watch(
         self, node: str, token: Token, after_seq: int, heartbeat: float

@@ -38,7 +38,7 @@ from relaunch.messages.fleets import FleetFile, FleetInput, ReadFleetInput
 from relaunch.messages.ids import FLEET_ID_PREFIX, FLEET_PRIORITY
 from relaunch.messages.jobs import ReportMessage
 from relaunch.pool.events import FleetFileContent
-from relaunch.pool.state import FleetState, NodeProbe, NodeRecord, NodeStatus
+from relaunch.pool.state import FleetState, NodeProbe, NodeRecord, NodeStatus, WarmPython
 
 WORKFLOW = "Fleet"
 TASK_TIMEOUT = timedelta(seconds=10)
@@ -56,6 +56,8 @@ EFFECT_TIMEOUT = 10.0
 """Seconds: a signal, a workflow task and an activity take well under one; a fleet of 2,048 nodes
 settles in 0.2."""
 MAX_CONCURRENT_READS = 16
+WARM_TIMEOUT = timedelta(seconds=3)
+"""Timeout for a worker to ask a node that answers what imports ahead there: not worth a wait."""
 PROBE_TIMEOUT = timedelta(seconds=40)
 """Timeout for a worker to probe a node that may not answer."""
 MAX_BY_LENGTH = 80
@@ -428,6 +430,32 @@ async def _check_silent(client: Client, task_queue: str, fleet: str, node: str) 
             "beside new ones. Power it off or cut its network first; to declare it dead "
             "anyway, add --force"
         )
+
+
+async def read_warm(
+    client: Client, task_queue: str, fleet: str, record: NodeRecord
+) -> tuple[WarmPython, ...] | None:
+    """Return what imports ahead on a node; None: no worker or no node answers in time.
+
+    The fleet does not know, so the node is asked: unless it has just given no answer.
+    """
+    if record.probe is None or record.probe.silent:
+        return None
+    try:
+        probes: tuple[NodeProbe, ...] = await client.execute_activity(
+            "probe_nodes",
+            {"fleet": fleet, "nodes": [record.name]},
+            id=f"probe_nodes/{fleet}/{uuid.uuid4().hex}",
+            result_type=tuple[NodeProbe, ...],
+            task_queue=task_queue,
+            schedule_to_close_timeout=WARM_TIMEOUT,
+            retry_policy=RetryPolicy(maximum_attempts=1),
+            summary=f"what imports ahead on {record.name}, for {whoami()}",
+        )
+    except ActivityFailureError:
+        return None
+    [probe] = probes
+    return None if probe.silent else probe.warm
 
 
 async def pause(client: Client, task_queue: str, fleet: str, reason: str) -> Answer:

@@ -26,7 +26,14 @@ from relaunch.fields import duration
 from relaunch.pool.events import FleetFileContent
 from relaunch.pool.messages import Healing
 from relaunch.pool.nodes import SWEEP_INTERVAL
-from relaunch.pool.state import ClaimRecord, FleetState, Mark, NodeRecord, PastReason
+from relaunch.pool.state import (
+    ClaimRecord,
+    FleetState,
+    Mark,
+    NodeRecord,
+    PastReason,
+    WarmPython,
+)
 from relaunch.pool.tenants import STATES, Tenant, is_claimed, jobs_on, node_state, tenants
 from relaunch.spec.fleet import FleetLimits, FleetNode
 from relaunch.text import count_noun, format_time
@@ -155,9 +162,23 @@ def _probe_age(since: timedelta) -> str:
 
 
 def node_lines(
-    record: NodeRecord, here: Sequence[Tenant], fleet: str, now: datetime, web: str | None
+    record: NodeRecord,
+    here: Sequence[Tenant],
+    fleet: str,
+    now: datetime,
+    web: str | None,
+    warm: Sequence[WarmPython] = (),
 ) -> list[str]:
-    """Return the lines of `nodes show NODE`. `web` is the URL of workflows, up to their IDs."""
+    """Return the lines of `nodes show NODE`.
+
+    Args:
+        record: What the fleet knows of the node.
+        here: The jobs that have it.
+        fleet: The fleet's name.
+        now: The present time.
+        web: The URL of workflows, up to their IDs.
+        warm: What imports ahead there.
+    """
     spec, probe, drain = record.spec, record.probe, record.drain
     state = node_state(record, here)
     reason, by, since = find_reason(record, state, here)
@@ -190,6 +211,7 @@ def node_lines(
         lines.append(
             f"{has}     job {tenant.job}, submission {tenant.submission}: {_share(record, tenant)}"
         )
+    lines += [f"warm        {_warm_line(one)}" for one in warm]
     lines += gpu_views.lines(record, _jobs_by_gpu(record, here), now)
     if drain is not None:
         left = (
@@ -221,6 +243,14 @@ def _jobs_by_gpu(record: NodeRecord, here: Sequence[Tenant]) -> dict[int, list[s
         for gpu in (share or range(record.spec.gpus)) if tenant.offered is None else ():
             found.setdefault(gpu, []).append(tenant.job)
     return found
+
+
+def _warm_line(one: WarmPython) -> str:
+    has = "has imported" if one.state == "ready" else "is to import"
+    if one.state == "cold":
+        has = "cannot import"
+    memory = f", {one.bytes / 1e6:.0f} MB of memory" if one.bytes else ""
+    return f"a Python of job {one.job} {has} {', '.join(one.modules)}{memory}"
 
 
 def workflow_address(ui: str, namespace: str) -> str:
@@ -294,8 +324,16 @@ def _value(value: Any) -> str:
     return duration(value) if isinstance(value, timedelta) else str(value)
 
 
-def node_more(record: NodeRecord, here: Sequence[Tenant]) -> dict[str, Any]:
-    """Return the keys that `nodes show NODE --json` adds to those of `nodes list`."""
+def node_more(
+    record: NodeRecord, here: Sequence[Tenant], warm: Sequence[WarmPython] | None = None
+) -> dict[str, Any]:
+    """Return the keys that `nodes show NODE --json` adds to those of `nodes list`.
+
+    Args:
+        record: What the fleet knows of the node.
+        here: The jobs that have it.
+        warm: What imports ahead there; None: the node was not asked, or did not answer.
+    """
     living = record.probe.generations if record.probe else ()
     return {
         "tenants": [
@@ -315,6 +353,12 @@ def node_more(record: NodeRecord, here: Sequence[Tenant]) -> dict[str, Any]:
             {"job": one.job, "submission": one.submission, "generation": one.generation}
             for one in living
         ],
+        "warm": [
+            {"job": one.job, "modules": list(one.modules), "state": one.state, "bytes": one.bytes}
+            for one in warm
+        ]
+        if warm is not None
+        else None,
     }
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from temporalio.client import Client
 
     from relaunch.cli.fleets import Answer
-    from relaunch.pool.state import FleetState
+    from relaunch.pool.state import FleetState, WarmPython
 
 nodes_app = typer.Typer(
     no_args_is_help=True,
@@ -72,14 +72,20 @@ def nodes_show(
     from relaunch.cli import fleets, node_pages, node_views
     from relaunch.pool.tenants import tenants
 
-    async def work(client: Client, settings: Settings) -> tuple[FleetState, str | None]:
+    async def work(
+        client: Client, settings: Settings
+    ) -> tuple[FleetState, str | None, tuple[WarmPython, ...] | None]:
         from relaunch.cli.web_views import find_web_ui
 
         ui = find_web_ui(client, settings)
         web = node_pages.workflow_address(ui, client.namespace) if ui else None
-        return await fleets.read(client, settings.task_queue, fleet), web
+        state = await fleets.read(client, settings.task_queue, fleet)
+        if node is None:
+            return state, web, None
+        record = fleets.node_of(state, node)
+        return state, web, await fleets.read_warm(client, settings.task_queue, fleet, record)
 
-    state, web = run_with_client(work)
+    state, web, warm = run_with_client(work)
     now = datetime.now(UTC)
     if node is None:
         print_json(node_pages.fleet_view(state)) if as_json else print(
@@ -89,9 +95,9 @@ def nodes_show(
     record = fleets.node_of(state, node)
     here = tenants(state).get(node, ())
     if as_json:
-        print_json({**node_views.row(record, here), **node_pages.node_more(record, here)})
+        print_json({**node_views.row(record, here), **node_pages.node_more(record, here, warm)})
     else:
-        print("\n".join(node_pages.node_lines(record, here, fleet, now, web)))
+        print("\n".join(node_pages.node_lines(record, here, fleet, now, web, warm or ())))
 
 
 @nodes_app.command("quarantine")

@@ -38,6 +38,18 @@ class LiveGeneration:
 
 
 @dataclass(frozen=True, slots=True)
+class WarmPython:
+    """A process on a node that imports modules ahead for a job."""
+
+    job: str
+    modules: tuple[str, ...]
+    state: str
+    """`waiting`, `importing`, `ready` or `cold`."""
+    bytes: int | None = None
+    """Of its memory, pages that it shares included; None: none yet."""
+
+
+@dataclass(frozen=True, slots=True)
 class NodeProbe:
     """The result of one probe of one node: its answer, or why there is none."""
 
@@ -56,6 +68,8 @@ class NodeProbe:
     """How old the inventory was then: a reading that took long is reported with the next probe."""
     inventory_pending: bool = False
     """Its GPUs were to be read for this probe, but the reading has not ended."""
+    warm: tuple[WarmPython, ...] = field(default=(), repr=False)
+    """Only in the answer to a person: a fleet does not keep it, and its changes are no news."""
 
 
 class NodeStatus(StrEnum):

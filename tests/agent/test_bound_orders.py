@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,6 +33,8 @@ def record(node: Node) -> list[Json]:
     node.send = note  # type: ignore[method-assign]
     node.run(1, ranks=1)
     expect_done(node.stop())
+    program = {"command": [sys.executable, "x.py"], "workdir": None, "env": {}, "rank_env": [{}]}
+    expect_done(node.order("warm", token=token(2), keep=60.0, warm=["json"], **program))
     expect_done(node.order("diagnose", id="d1", level=1, within=5.0))
     reset = {"id": "x1", "boot_id": node.make_reboot_order()["boot_id"], "gpus": []}
     expect_done(node.order("reset-gpus", **reset, within=5.0))

@@ -257,6 +257,7 @@ def list_of(**generation: Any) -> dict[str, Any]:
         (list_of(submission=2**63), "submission"),
         (list_of(ranks=[{"rank": 0, "alive": "yes"}]), "ranks.0.alive"),
         ({**list_of(), "held": "yes"}, "held"),
+        ({**list_of(), "warm": [{"job": "llama\n"}]}, "warm.0."),
         ({**list_of(), "boot_id": "b" * 6_000_000}, "boot_id"),
         (
             {**list_of(), "jobs": list_of()["jobs"] * 300},
@@ -273,7 +274,10 @@ def test_a_list_that_does_not_fit_is_the_fault_of_its_node(answer: object, named
 def test_a_list_that_fits_is_what_the_node_said() -> None:
     answer = {**list_of(fleet="default/gpus"), "gpus": {"driver": "570"}}
     assert ListAnswer.model_validate(answer).jobs[0].generations[0].is_live
-    assert parse_list("n2", answer) == answer
+    assert parse_list("n2", answer) == {**answer, "warm": []}
+    standby = {"namespace": "default", "job": "llama", "state": "ready", "modules": ["torch"]}
+    rows = parse_list("n2", {**answer, "warm": [{**standby, "pid": 7, "bytes": 5}]})["warm"]
+    assert rows == [{**standby, "server": "", "bytes": 5}]
 
 
 def test_an_answer_that_becomes_a_payload_is_no_longer_than_one() -> None:

@@ -35,6 +35,7 @@ from relaunch.pool.state import (
     NodeStatus,
     OfferRecord,
     PastReason,
+    WarmPython,
 )
 from relaunch.pool.tenants import STATES, tenants
 from relaunch.spec.fleet import FleetLimits
@@ -327,6 +328,13 @@ PAST: dict[str, Any] = {
 WEB = "http://127.0.0.1:8233/namespaces/default/workflows"
 
 
+WARM = (
+    WarmPython("llama", ("torch", "transformers"), "ready", 312_345_678),
+    WarmPython("mistral", ("torch",), "waiting"),
+    WarmPython("qwen", ("no_such_module",), "cold"),
+)
+
+
 def test_the_page_of_a_node_has_all_that_is_known_of_it(page: SnapshotAssertion) -> None:
     record = living(
         1,
@@ -350,8 +358,11 @@ def test_the_page_of_a_node_has_all_that_is_known_of_it(page: SnapshotAssertion)
         "out of service before": node_lines(node(1, **PAST), (), "default", T0, WEB),
         "UNHEALTHY": node_lines(node(1, **UNHEALTHY), (), "default", T0, WEB),
         "suspected": node_lines(node(1, **HEALTHY, **SUSPECT), (), "default", T0, WEB),
+        "imports ahead": node_lines(node(3, **HEALTHY), (), "default", T0, WEB, WARM),
     }
     assert sections(pages) == page
+    assert node_more(record, (), WARM)["warm"][1]["state"] == "waiting"
+    assert node_more(record, ())["warm"] is None, "it was not asked"
 
 
 def test_what_a_file_changes_is_named_node_by_node(page: SnapshotAssertion) -> None:

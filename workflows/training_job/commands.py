@@ -37,7 +37,12 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.activities.links import CheckLinksInput, LinkActivities
     from relaunch.activities.records import ArchiveIncidentsInput, RecordActivities
     from relaunch.activities.repairs import FollowRepairInput, RepairActivities
-    from relaunch.activities.reports import WatchedCheckpoints, WatchRanksInput, WatchReport
+    from relaunch.activities.reports import (
+        WarmSpares,
+        WatchedCheckpoints,
+        WatchRanksInput,
+        WatchReport,
+    )
     from relaunch.activities.stop import StopRanksInput
     from relaunch.activities.watch import WatchActivities, heartbeat_timeout
     from relaunch.generation import Token
@@ -271,6 +276,7 @@ async def watch(
             else StragglerLimits(action="off"),
             slow=tuple(one.slow.node for one in list_slow(job)),
             checkpoints=_find_watched_checkpoints(job) if nodes[0] == job.slots[0].node else None,
+            warm=_find_warm_spares(job) if nodes[0] == job.slots[0].node else None,
         ),
         start_to_close_timeout=FOR_EVER,
         heartbeat_timeout=heartbeat_timeout(timeouts),
@@ -293,6 +299,14 @@ def _find_watched_checkpoints(job: JobState) -> WatchedCheckpoints | None:
     if folder is None or folder.expression is None:
         return None
     return WatchedCheckpoints(folder.directory, job.spec.workdir, folder.expression)
+
+
+def _find_warm_spares(job: JobState) -> WarmSpares | None:
+    """Return what spares may import ahead. The fleet file, which only workers read, may add it."""
+    if job.spec.warm == () or job.spec.launcher != "none":
+        return None
+    gpus = tuple(range(len(job.slots[0].gpus)))
+    return WarmSpares(job.spec, len(job.slots), job.policy.max_restarts, gpus)
 
 
 def _first_rank(job: JobState, node: str) -> int | None:

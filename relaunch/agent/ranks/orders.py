@@ -46,6 +46,8 @@ LOCK_TIMEOUT = 120.0
 
 Longer than any stop, including its grace period and the proof that no process is left.
 """
+WARM_LOCK_TIMEOUT = 1.0
+"""The same for `warm`, which is repeated, and is worth no wait."""
 MAX_PEERS = 16
 SHIM_LOCK_TIMEOUT = 0.2
 """Seconds to retry taking a shim's lock.
@@ -255,11 +257,27 @@ def _bind_sockets(
     return ProcessHandover(answer, lambda: shim.become(generation, token, record, sockets, lock))
 
 
-def _parse_start_order(order: Fields, count: int | None) -> Json:
-    """Validate a start order; `count` is the number of prepared ranks, None if unknown."""
+def _parse_program(order: Fields) -> Json:
+    """Validate the part of an order that says what ranks run, and what they import ahead."""
     command = order.strings("command")
     if not command or not command[0]:
         refuse_field("command", command, "a program and its arguments")
+    workdir = order.get("workdir", "a folder or null")
+    return {
+        "command": command,
+        "workdir": None if workdir is None else order.text("workdir"),
+        "env": parse_environment(order.get("env", "an object"), "env"),
+        "rank_env": [
+            parse_environment(variables, f"rank_env[{index}]")
+            for index, variables in enumerate(order.items("rank_env"))
+        ],
+        "inherit_env": order.flag("inherit_env", True),
+        "warm": order.strings("warm", []),
+    }
+
+
+def _parse_start_order(order: Fields, count: int | None) -> Json:
+    """Validate a start order; `count` is the number of prepared ranks, None if unknown."""
     own = order.items("rank_env")
     if count is not None and len(own) != count:
         raise Refusal(
@@ -277,7 +295,6 @@ def _parse_start_order(order: Fields, count: int | None) -> Json:
     secret = order.text("secret")
     if not re.fullmatch("([0-9a-fA-F]{2})+", secret):
         raise Refusal("bad_order", "secret is not hex")
-    workdir = order.get("workdir", "a folder or null")
     umask = order.get("umask", "octal digits or null", None)
     if umask is not None and not re.fullmatch("[0-7]{3,4}", order.text("umask")):
         refuse_field("umask", umask, "three octal digits")
@@ -294,13 +311,7 @@ def _parse_start_order(order: Fields, count: int | None) -> Json:
         if "step" not in groups:
             refuse_field("log_pattern", pattern, "a regular expression with a group named step")
     started: Json = {
-        "command": command,
-        "workdir": None if workdir is None else order.text("workdir"),
-        "env": parse_environment(order.get("env", "an object"), "env"),
-        "rank_env": [
-            parse_environment(variables, f"rank_env[{index}]")
-            for index, variables in enumerate(own)
-        ],
+        **_parse_program(order),
         "peers": others,
         "prepared": order.number("prepared"),
         "node": order.text("node"),
@@ -308,11 +319,9 @@ def _parse_start_order(order: Fields, count: int | None) -> Json:
         "fences": order.flag("fences"),
         "unwatched": unwatched,
         "log_pattern": pattern,
-        "inherit_env": order.flag("inherit_env", True),
         "separate_stderr": order.flag("separate_stderr", False),
         "umask": umask,
         "limits": _parse_limits(order),
-        "warm": order.strings("warm", []),
         "redact": _parse_names(order),
     }
     if order.order.get("launched") is not None:
@@ -421,6 +430,45 @@ def _keep_warm(job: JobState, order: Json, answer: Json) -> Json:
     except (OSError, Refusal) as error:
         disk.log(f"no Python imports ahead for the next launch: {error}")
     return answer
+
+
+def warm(state: Path, order: Fields) -> Json:
+    """Import ahead for a job that has no generation here, and may be given this node next.
+
+    Nothing is launched, stopped or reserved. Whatever this node is used for comes first: the order
+    is refused then, and the standby ends.
+    """
+    token, fleet = order.token(), order.fleet()
+    seconds = order.number("keep", least=0.001)
+    program = _parse_program(order)
+    if not program["warm"] or not program["rank_env"]:
+        raise Refusal("bad_order", "warm and rank_env are to have at least one entry each")
+    job = JobState.from_token(state, token)
+    _refuse_launched(job, token)
+    try:
+        with hold.hold_shared(state, fleet):
+            hold.refuse_if_busy(state, fleet=fleet)
+            disk.refuse_if_full(state, "nothing imports ahead")
+            with job.hold_lock(WARM_LOCK_TIMEOUT):
+                _refuse_launched(job, token)
+                return {"outcome": "done", **standby.keep(job, program, seconds)}
+    except Refusal as refused:
+        if refused.answer["why"] != "not_above" and standby.read_state(job) is not None:
+            with job.hold_lock(WARM_LOCK_TIMEOUT):
+                _refuse_launched(job, token)
+                standby.end(job)
+        raise
+
+
+def _refuse_launched(job: JobState, token: Token) -> None:
+    """Refuse a generation that is, or was, launched here: its standby is for `start` to keep.
+
+    Raises:
+        Refusal: It is so, or a higher one is, or this one was stopped.
+    """
+    if _refuse_lower(job, token):
+        reason = f"generation {token.generation} was launched here"
+        raise _make_not_above(token, token.order, reason)
 
 
 def _ask_shim(generation: Generation, order: Json) -> Json:

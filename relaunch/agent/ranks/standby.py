@@ -5,6 +5,9 @@ the locks and sockets of the new generation, and it becomes the shim of that one
 Python forks are then children of their shim, as all ranks are. Without it, or if it is not ready,
 `prepare` becomes the shim itself and the ranks start from nothing.
 
+`warm` starts one on a node that the job may be given next (a spare), and has to repeat its order:
+without it, that standby ends.
+
 It holds no token and runs nothing of the job's but the imports. It ends with the generation that
 it waits beside, unless that one failed or was stopped, and then KEEP_TIMEOUT later.
 """
@@ -16,13 +19,14 @@ import hashlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Iterator, NamedTuple, Optional
+from typing import Iterator, List, NamedTuple, Optional, Tuple
 
 from relaunch.agent import disk, processes
 from relaunch.agent.failpoints import reach_failpoint
@@ -41,6 +45,8 @@ KEEP_TIMEOUT = 120.0
 """Seconds after the end of a generation for the next one to be prepared."""
 CHECK_INTERVAL = 1.0
 """Seconds between checks that the generation still runs."""
+LOCK_TIMEOUT = 5.0
+"""Timeout in seconds for another command on the job when a standby cleans up after itself."""
 TAKE_TIMEOUT = 5.0
 """Timeout in seconds for it to take over a generation, which takes milliseconds.
 
@@ -48,6 +54,13 @@ A launch waits for it only if it hangs, which costs less than an import on a bus
 """
 DEATH_TIMEOUT = 5.0
 """Timeout in seconds for SIGKILL to end it."""
+RECORD_TIMEOUT = 2.0
+"""Timeout in seconds for a new one to record itself, which takes milliseconds."""
+MAX_KEEP = 3600.0
+"""Most seconds that one order can keep a standby where no generation of its job was."""
+MAX_ON_SPARE = 4
+"""Most standbys that are started on a node that runs nothing. Each holds the memory of its
+imports, and is of a job that may never come."""
 _MAX_MESSAGE = 1 << 22
 
 
@@ -64,6 +77,11 @@ class WarmState(NamedTuple):
 
 def _folder(job: JobState) -> Path:
     return job.path / "warm"
+
+
+def _wanted_file(job: JobState) -> Path:
+    """Return what says until when a standby is wanted although no generation runs beside it."""
+    return _folder(job) / "wanted.json"
 
 
 def read_state(job: JobState) -> Optional[WarmState]:
@@ -96,32 +114,133 @@ def _digest(spec: Json) -> str:
 # --- the commands' side ---
 
 
-def leave_behind(job: JobState, order: Json) -> None:
-    """Start a standby for the generation after this one, unless a suitable one is there.
-
-    The caller holds the lock of the job, and has started the ranks of `order`.
-    """
-    spec: Json = {
+def _make_spec(order: Json) -> Json:
+    """Return with what a standby is started, from an order to start ranks."""
+    return {
         "modules": order["warm"],
         "command": order["command"],
         "workdir": order["workdir"],
         "environment": spawn.make_shared_environment(dict(os.environ), order),
     }
+
+
+def leave_behind(job: JobState, order: Json) -> None:
+    """Start a standby for the generation after this one, unless a suitable one is there.
+
+    The caller holds the lock of the job, and has started the ranks of `order`.
+    """
+    spec = _make_spec(order)
     record = read_json(_folder(job) / "standby.json") or {}
     known = read_state(job)
     is_same = record.get("digest") == _digest(spec)
+    _wanted_file(job).unlink(missing_ok=True)  # from here on its generation says how long
     if known is not None and is_same and (known.process is not None or known.state == "cold"):
         return
+    _start(job, spec, known)
+
+
+def keep(job: JobState, order: Json, seconds: float) -> Json:
+    """Start a standby where no generation of the job runs, or let it live on; return its state.
+
+    The caller holds the lock of the job, and shares the node with launches: an examination that
+    comes next finds the record of this standby.
+
+    Args:
+        job: The job on this node.
+        order: What `start` gets, as far as a standby needs it.
+        seconds: When it ends unless this is called again.
+
+    Raises:
+        Refusal: There are enough standbys here already.
+    """
+    spec = _make_spec(order)
+    record = read_json(_folder(job) / "standby.json") or {}
+    known = read_state(job)
+    is_same = record.get("digest") == _digest(spec)
+    is_new = known is None or known.process is None or not is_same
+    if is_new:
+        others = [row for row in list_standbys(job.state) if row["pid"] != record.get("pid")]
+        if len(others) >= MAX_ON_SPARE:
+            names = ", ".join(sorted(row["job"] for row in others))
+            raise Refusal("busy", f"{len(others)} jobs import ahead on this node already: {names}")
+    _folder(job).mkdir(mode=0o700, exist_ok=True)
+    until = {"until": now() + min(seconds, MAX_KEEP)}
+    write_json(_wanted_file(job), until, durable=False)
+    if is_new:
+        reach_failpoint(job.state, "warm.wanted")
+        _start(job, spec, known, wait=True)
+        known = read_state(job)
+    if known is None or known.process is None:
+        return {"state": "ended", "reason": "its process has ended at once"}
+    return {"state": known.state, "reason": known.reason}
+
+
+def end(job: JobState) -> None:
+    """End the standby of a job, whose lock the caller holds.
+
+    Raises:
+        Refusal: It does not die.
+    """
+    known = read_state(job)
+    if known is not None and known.process is not None:
+        _kill(known.process)
+
+
+def _start(job: JobState, spec: Json, known: Optional[WarmState], wait: bool = False) -> None:
+    """Start a standby in place of the last one; with `wait`, return once it is on record."""
     if known is not None and known.process is not None:
         _kill(known.process)
     _folder(job).mkdir(mode=0o700, exist_ok=True)
-    # Forked twice, so that the session does not have to reap it.
-    middle = processes.fork(lambda: _leave(job, spec))
-    os.waitpid(middle, 0)
+    reading, recorded = os.pipe()
+    try:
+        # Forked twice, so that the session does not have to reap it.
+        middle = processes.fork(lambda: _leave(job, spec, recorded))
+        os.waitpid(middle, 0)
+        os.close(recorded)
+        recorded = -1
+        if wait:
+            select.select([reading], [], [], RECORD_TIMEOUT)
+    finally:
+        os.close(reading)
+        if recorded >= 0:
+            os.close(recorded)
 
 
-def _leave(job: JobState, spec: Json) -> None:
-    processes.fork(lambda: Standby(job, spec).run())
+def _leave(job: JobState, spec: Json, recorded: int) -> None:
+    processes.fork(lambda: Standby(job, spec).run(recorded))
+
+
+def list_standbys(state: Path) -> List[Json]:
+    """Return the living standbys of this node, with their modules and the memory of their Python.
+
+    `bytes` is what it holds in memory, shared pages included; None: it has not started it.
+    """
+    rows = []
+    for job, record in _list_records(state):
+        known = read_state(job)
+        if known is None or known.process is None:
+            continue
+        python = record.get("python")
+        rows.append(
+            {
+                **record["names"],
+                "pid": known.process.pid,
+                "state": known.state,
+                "modules": record["modules"],
+                "bytes": processes.read_memory(python) if python is not None else None,
+            }
+        )
+    return rows
+
+
+def _list_records(state: Path) -> List[Tuple[JobState, Json]]:
+    """Return what every standby of this node that has not become a shim has recorded."""
+    found = []
+    for path in sorted((state / "jobs").glob("*/warm/standby.json")):
+        record = read_json(path)
+        if record is not None and "names" in record:
+            found.append((JobState.from_row(state, record["names"]), record))
+    return found
 
 
 def hand_over(
@@ -199,24 +318,14 @@ def _kill(process: processes.Process) -> None:
 def end_all(state: Path) -> None:
     """End every standby on this node, before it is examined or repaired.
 
-    They are asked: one that has become a shim meanwhile does not listen any more. One that does
-    not answer holds no GPU, and is left.
+    The caller holds the node, so none of them is becoming a shim. One that does not die holds no
+    GPU, and is left.
     """
-    for path in (state / "jobs").glob("*/warm/standby.json"):
-        row = read_json(path.parents[1] / "highest.json")
-        job = JobState.from_row(state, row) if row is not None else None
-        known = read_state(job) if job is not None else None
-        if job is None or known is None or known.process is None:
-            continue
+    for job, _ in _list_records(state):
         try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as caller:
-                caller.settimeout(TAKE_TIMEOUT)
-                with _address(job) as address:
-                    caller.connect(address)
-                caller.send(b"{}")
-                caller.recv(4096)
-        except OSError:
-            continue
+            end(job)
+        except Refusal as refused:
+            disk.log(f"job {job.job}: {refused.answer['reason']}")
 
 
 # --- the process itself ---
@@ -234,7 +343,12 @@ class Standby:
         self.seen_at = now()
         """When the generation was last seen to run."""
 
-    def run(self) -> None:
+    def run(self, recorded: int) -> None:
+        """Run until there is nothing to wait for.
+
+        Args:
+            recorded: A descriptor that is closed once this process is on record.
+        """
         os.setsid()
         processes.set_name("relaunch-warm")
         log = os.open(
@@ -243,24 +357,40 @@ class Standby:
         null = os.open(os.devnull, os.O_RDWR)
         for source, target in ((null, 0), (null, 1), (log, 2)):
             os.dup2(source, target)
-        processes.close_all_but([])
+        processes.close_all_but([recorded])
         signal.set_wakeup_fd(-1)
         processes.reset_signals()
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         processes.adopt_orphans()
         listener = self._listen()
         self._record()
+        os.close(recorded)
+        reach_failpoint(self.job.state, "standby.recorded")
         while self._is_wanted():
             self._wait(listener)
             if self.state == "waiting" and now() >= self.start_at:
                 self._start_python()
-            if self.state in ("cold", "ended"):
+            # A cold one has no process below it. It stays for as long as it would be started again.
+            if self.state == "ended" or (self.state == "cold" and not self._is_renewed()):
                 break
         else:
             self.state, self.reason = "ended", "the generation before was fenced, or long ago"
             self._record()
-        if self.python is not None:
-            self.python.kill()
+        self._end_python()
+        self._remove_unused()
+
+    def _remove_unused(self) -> None:
+        """Remove the folder of a job that was never launched here, unless it is wanted again."""
+        if self._was_launched():
+            return
+        with self.job.hold_lock(LOCK_TIMEOUT):
+            record = read_json(self.folder / "standby.json") or {}
+            is_own = record.get("pid") == os.getpid()
+            if is_own and not self._was_launched() and not self._is_renewed():
+                shutil.rmtree(self.job.path)
+
+    def _was_launched(self) -> bool:
+        return (self.job.path / "highest.json").exists() or bool(self.job.list_generations())
 
     def _listen(self) -> socket.socket:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -276,6 +406,7 @@ class Standby:
             "pid": own.pid,
             "started": own.started,
             "boot_id": read_boot_id(self.job.state),
+            "names": self.job.names,
             "digest": _digest(self.spec),
             "state": self.state,
             "reason": self.reason,
@@ -286,8 +417,15 @@ class Standby:
         }
         write_json(self.folder / "standby.json", record, durable=False)
 
+    def _is_renewed(self) -> bool:
+        """Return whether the job still wants a standby here by its orders."""
+        wanted = read_json(_wanted_file(self.job))
+        return wanted is not None and now() < wanted["until"]
+
     def _is_wanted(self) -> bool:
         """Return whether a next generation may still be prepared here."""
+        if self._is_renewed():
+            return True
         launched = [each for each in self.job.list_generations() if each.launch is not None]
         if not launched:
             return False
@@ -329,6 +467,7 @@ class Standby:
                     # One that was ready and has ended says nothing about the next one.
                     self.state = "cold" if self.state == "importing" else "ended"
                     self.reason = str(error)
+                    self._end_python()
                 self._record()
 
     def _start_python(self) -> None:
@@ -338,7 +477,13 @@ class Standby:
             self.python.start()
         except (UnsuitableCommand, OSError) as error:
             self.state, self.reason = "cold", str(error)
+            self._end_python()
         self._record()
+
+    def _end_python(self) -> None:
+        if self.python is not None:
+            self.python.kill()
+            self.python = None
 
     def _serve(self, listener: socket.socket) -> None:
         caller, _ = listener.accept()
@@ -358,17 +503,10 @@ class Standby:
                     handles.frombytes(content[: len(content) - len(content) % handles.itemsize])
             order = json.loads(data or b"{}")
             if not order:
-                self._end(caller)
+                return
             if self.state != "ready" or order["agent"] != sys.argv[0] or len(handles) != 5:
                 os._exit(1)  # the caller starts from nothing, and must not have to kill this first
             self._become_shim(caller, listener, order, list(handles))
-
-    def _end(self, caller: socket.socket) -> None:
-        (self.folder / "standby.json").unlink()
-        if self.python is not None:
-            self.python.kill()
-        caller.send(b"{}")
-        os._exit(0)
 
     def _become_shim(
         self, caller: socket.socket, listener: socket.socket, order: Json, handles: list[int]
@@ -380,6 +518,7 @@ class Standby:
         sockets = shim.ShimSockets(orders, watch, peers, master)
         shim.record_identity(generation)
         (self.folder / "standby.json").unlink()
+        _wanted_file(self.job).unlink(missing_ok=True)
         listener.close()
         caller.send(json.dumps({"taken": True}).encode())
         caller.close()

@@ -152,6 +152,8 @@ class WarmPython:
         """
         if command != self.spec["command"]:
             raise WarmError("the command is another one now")
+        if order["warm"] != self.spec["modules"]:
+            raise WarmError("the modules to import ahead are others now")
         first = self.parsed.first_folder
         folder = None
         if first is not None:
