@@ -93,8 +93,10 @@ ARCHIVE = "archive"
 """Folder, in the state folder, of the older incidents of jobs."""
 KEPT_FLEETS = "served-fleets"
 """Folder, in the state folder, of copies of the fleet files as they were last served."""
-TAKE_OVER_INTERVAL_S = 2.0
+TAKE_OVER_INTERVAL_S = 0.5
 """Seconds between two looks for workers on the same state folder that were killed."""
+LOOK_INTERVAL_S = 2.0
+"""The same where no other worker lives: one may have been started since."""
 CONNECT_INTERVAL_S = 2.0
 """Seconds between two tries to reach a server that is away when the worker starts."""
 AWAY = (RPCStatusCode.UNAVAILABLE, RPCStatusCode.DEADLINE_EXCEEDED, RPCStatusCode.CANCELLED)
@@ -394,7 +396,7 @@ def make_worker(
         LogActivities(fleets, settings.state / ARCHIVE),
     )
     people = PeopleActivities(fleets, client, settings.task_queue, settings.web_ui or "")
-    runner = TaskRunner(required=settings.encryption_required)
+    runner = TaskRunner(settings.encryption_required, running)
     worker = Worker(
         client,
         task_queue=settings.task_queue,
@@ -448,7 +450,7 @@ def make_worker(
         activity_task_poller_behavior=pollers,
         # When 300 jobs began together, 242 tasks waited longer than 2 s for their worker. Each was
         # then replayed from its whole history, which made the others wait longer. A killed worker
-        # delays what is decided meanwhile by this much.
+        # delays nothing by it: the one that takes over its watches ends this wait.
         sticky_queue_schedule_to_start_timeout=timedelta(seconds=10),
         # Cancellations are delivered with heartbeats, and so is the progress shown to people.
         max_heartbeat_throttle_interval=timedelta(seconds=1),
@@ -599,7 +601,7 @@ async def _take_over_watches(client: Client, running: RunningWatches) -> None:
                 logging.getLogger("relaunch").info("took over %s of killed workers", watches)
         except (OSError, RPCError) as error:
             logging.getLogger("relaunch").warning("watches are taken over later: %s", error)
-        await asyncio.sleep(TAKE_OVER_INTERVAL_S)
+        await asyncio.sleep(TAKE_OVER_INTERVAL_S if running.others else LOOK_INTERVAL_S)
 
 
 async def _sample(
