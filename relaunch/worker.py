@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -97,6 +98,7 @@ TAKE_OVER_INTERVAL_S = 0.5
 """Seconds between two looks for workers on the same state folder that were killed."""
 LOOK_INTERVAL_S = 2.0
 """The same where no other worker lives: one may have been started since."""
+PORT_INTERVAL_S, PORT_TIMEOUT_S = 0.01, 30.0
 CONNECT_INTERVAL_S = 2.0
 """Seconds between two tries to reach a server that is away when the worker starts."""
 AWAY = (RPCStatusCode.UNAVAILABLE, RPCStatusCode.DEADLINE_EXCEEDED, RPCStatusCode.CANCELLED)
@@ -484,6 +486,8 @@ async def serve(settings: Settings, build: str | None, is_near: bool = False) ->
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     fleets = make_fleets(settings)
+    if is_near:
+        await _wait_for_port(stop)
     reached = await _reach_server(settings, stop)
     if reached is None:
         return
@@ -534,6 +538,21 @@ async def serve(settings: Settings, build: str | None, is_near: bool = False) ->
         if traces is not None:
             await asyncio.to_thread(traces.close)
         await fleets.close()
+
+
+async def _wait_for_port(stop: asyncio.Event) -> None:
+    """Wait until a server of this machine listens, which may have been started with this worker.
+
+    If it does not, the connection says why.
+    """
+    host, _, port = (read_credentials().config.get("target_host") or "").rpartition(":")
+    deadline = time.monotonic() + PORT_TIMEOUT_S
+    while host and not stop.is_set() and time.monotonic() < deadline:
+        with contextlib.suppress(OSError, ValueError):
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.close()
+            return
+        await asyncio.sleep(PORT_INTERVAL_S)
 
 
 async def _reach_server(settings: Settings, stop: asyncio.Event) -> tuple[Client, Renewal] | None:

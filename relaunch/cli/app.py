@@ -361,8 +361,6 @@ def run(
 ) -> None:
     """Run one job to its end, as torchrun would. Print what its ranks print, and exit with its exit
     code. Start a server for the job if none is running. torchrun's options are accepted."""
-    import asyncio
-
     from relaunch.cli import run as runner
 
     settings = read_settings()
@@ -395,7 +393,7 @@ def run(
         no_python=no_python,
         options=options,
     )
-    raise typer.Exit(asyncio.run(runner.run(settings, request, say)))
+    raise typer.Exit(runner.run(settings, request, say))
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
