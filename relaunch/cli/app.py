@@ -956,6 +956,7 @@ def _run() -> int:
         if service is None or not isinstance(error, service.RPCError):
             raise
         from relaunch.temporal import explain_refusal
+        from relaunch.text import printable
 
         say(printable(str(explain_refusal(error)), MAX_SENTENCE))
         return BAD_INPUT
