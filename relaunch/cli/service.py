@@ -50,6 +50,8 @@ READY_TIMEOUT = 30.0
 PORT_INTERVAL = 0.01
 """Seconds between two looks whether the server listens."""
 MAX_PORT_TRIES = 100
+NOTE_DELAY = 5.0
+"""Seconds until the server of one job is asked for its version, while its ranks are started."""
 STOP_TIMEOUT = 15.0
 """Seconds from SIGTERM to SIGKILL; longer than a worker's graceful shutdown."""
 ATTENDANT_ENDED = "`relaunch run` has ended"
@@ -280,7 +282,11 @@ async def serve(
         await asyncio.wait({ready, stopping, *keepers}, return_when=asyncio.FIRST_COMPLETED)
         if not stop.is_set():
             await _raise_first_error(ready, *keepers)
-            background.append(asyncio.create_task(_note_writer(service.state, program)))
+            background.append(
+                asyncio.create_task(
+                    _note_writer(service.state, program, NOTE_DELAY if is_single else 0.0)
+                )
+            )
             backends = service.backends if workers else {}
             write_up(service.state, service.address, service.ui, backends)
             say(f"server {service.address}, web UI {service.ui}, state {service.state}")
@@ -563,7 +569,8 @@ async def _wait_for_port(service: Service, server: Keeper) -> None:
     raise ConfigError(f"the server did not start within {READY_TIMEOUT:g} s: {server.last_words()}")
 
 
-async def _note_writer(state: Path, program: Path) -> None:
+async def _note_writer(state: Path, program: Path, delay: float) -> None:
+    await asyncio.sleep(delay)
     with contextlib.suppress(ConfigError):  # the next start then compares the tables
         await asyncio.to_thread(note_writer, state, program)
 
