@@ -1,9 +1,15 @@
-"""Records which watches a worker has, so that its successor takes them over as soon as it starts.
+"""Records what a worker has in hand, so that its successor takes it over as soon as it starts.
 
 The server gives a watch to another worker when no heartbeat has come for long. A worker that was
 killed and has been started again knows better: it reports the watches of its predecessor as failed,
 and the server offers them again at once. A report of a watch that is not the newest attempt is
 refused by the server, so it may come late, twice or from two workers.
+
+The server also keeps the tasks of a workflow for the worker that has it in its cache, for 10 s. The
+successor has it forget this for each workflow that its predecessor had, before it reports any
+watch: what follows from the report is then decided at once. A workflow that another worker has
+taken meanwhile only loses its place there, and is read again from its history.
+docs/decisions/0077-a-killed-worker-is-followed-in-seconds.md.
 """
 
 from __future__ import annotations
@@ -15,12 +21,15 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
+from temporalio.api.common.v1 import WorkflowExecution
+from temporalio.api.workflowservice.v1 import ResetStickyTaskQueueRequest
 from temporalio.client import Client
 from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
@@ -29,20 +38,31 @@ log = logging.getLogger("relaunch.watches")
 
 MAX_REPORTS = 16
 """Most reports to the server at once: more would be a burst on one that has other work."""
+RESET_TIMEOUT = timedelta(seconds=5)
 LOCK = "lock"
+RUNS_SUFFIX = "-runs"
+"""Of the folder of runs, beside that of watches: a worker of 0.1.0 that takes over takes each file
+of the latter for a watch."""
 
 
 class RunningWatches:
-    """The watches of this process, each a file in a folder that is locked while it lives."""
+    """The watches of this process, each a file in a folder that is locked while it lives.
+
+    Beside them, in another folder, are the runs of workflows that it has in its cache.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Args:
         folder: Where every worker on this state folder keeps its own.
         """
         self._folder = folder
+        self._runs_folder = folder.with_name(folder.name + RUNS_SUFFIX)
         self._own: Path | None = None
+        self._own_runs: Path | None = None
         self._lock: int | None = None
         self.count = 0
+        self.others = 0
+        """How many other workers lived on this state folder at the last look."""
         self._acknowledged: dict[bytes, tuple[str, float]] = {}
         """By task token: the fleet, and when the server last acknowledged a heartbeat."""
 
@@ -50,10 +70,12 @@ class RunningWatches:
         """Begin to record. If the folder cannot be written, say so and go on without: a successor
         then waits for the time-outs of the watches."""
         own = self._folder / uuid.uuid4().hex
+        runs = self._runs_folder / own.name
         try:
             own.mkdir(parents=True, mode=0o700)
             self._lock = os.open(own / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
+            runs.mkdir(parents=True, mode=0o700)
         except OSError as error:
             log.warning(
                 "watches are not recorded in %s, and are taken over later if this worker dies: %s",
@@ -61,7 +83,7 @@ class RunningWatches:
                 error,
             )
             return
-        self._own = own
+        self._own, self._own_runs = own, runs
 
     @contextmanager
     def record(self, task_token: bytes, fleet: str) -> Iterator[None]:
@@ -71,13 +93,24 @@ class RunningWatches:
         self._acknowledged[task_token] = fleet, time.monotonic()
         try:
             if file is not None:
-                file.write_bytes(task_token)
+                _write(file, task_token)
             yield
         finally:
             self.count -= 1
             del self._acknowledged[task_token]
             if file is not None:
                 file.unlink(missing_ok=True)
+
+    def add_run(self, workflow_id: str, run_id: str) -> None:
+        """Record that the server keeps the tasks of a workflow for this worker. From any thread."""
+        if self._own_runs is not None:
+            _write(self._own_runs / run_id, workflow_id.encode())
+
+    def drop_run(self, run_id: str) -> None:
+        """Forget a run that has left the cache. From any thread."""
+        if self._own_runs is not None:
+            with suppress(OSError):
+                (self._own_runs / run_id).unlink()
 
     def acknowledge(self, task_token: bytes) -> None:
         """Note that the server has acknowledged a heartbeat of a watch just now."""
@@ -95,37 +128,69 @@ class RunningWatches:
         return lags
 
     async def take_over(self, client: Client) -> int:
-        """Report the watches of dead workers to the server as failed. Return their number."""
+        """Report the watches of dead workers to the server as failed. Return their number.
+
+        Before that the server ceases to keep tasks of workflows for them. Of several workers one
+        does this: it holds the locks of the dead meanwhile.
+        """
         folders = [folder for folder in self._folder.glob("*") if folder != self._own]
-        dead = [folder for folder in folders if _is_dead(folder)]
-        tokens = [
-            file.read_bytes() for folder in dead for file in folder.iterdir() if file.name != LOCK
-        ]
-        gate = asyncio.Semaphore(MAX_REPORTS)
+        locks = {folder: lock for folder in folders if (lock := _lock_dead(folder)) is not None}
+        self.others = len(folders) - len(locks)
+        try:
+            # One without a folder of watches: a worker of 0.1.0 has taken over the watches.
+            runs = [
+                folder
+                for folder in self._runs_folder.glob("*")
+                if (watches := self._folder / folder.name) in locks or not watches.exists()
+            ]
+            return await _take_over(client, list(locks), runs)
+        finally:
+            for lock in locks.values():
+                os.close(lock)
 
-        async def report(token: bytes) -> None:
-            async with gate:
-                await _report_death(client, token)
 
-        await asyncio.gather(*map(report, tokens))
-        for folder in dead:
-            shutil.rmtree(folder, ignore_errors=True)  # another worker may remove it as well
-        return len(tokens)
+async def _take_over(client: Client, folders: Sequence[Path], runs: Sequence[Path]) -> int:
+    """Take over from the workers that had these folders, and remove them."""
+    tokens = [
+        file.read_bytes() for folder in folders for file in folder.iterdir() if file.name != LOCK
+    ]
+    cached = [(file.read_text(), file.name) for folder in runs for file in folder.iterdir()]
+    gate = asyncio.Semaphore(MAX_REPORTS)
+
+    async def call(report: Callable[[], Coroutine[None, None, None]]) -> None:
+        async with gate:
+            await report()
+
+    await asyncio.gather(*(call(partial(_release, client, *run)) for run in cached))
+    await asyncio.gather(*(call(partial(_report_death, client, token)) for token in tokens))
+    for folder in (*runs, *folders):
+        shutil.rmtree(folder, ignore_errors=True)
+    return len(tokens)
 
 
-def _is_dead(folder: Path) -> bool:
-    """Return whether the worker of a folder has ended: the kernel releases its lock then."""
+def _write(file: Path, content: bytes) -> None:
+    """Write a record. On a full disk the work goes on without it: it is taken over later."""
+    try:
+        file.write_bytes(content)
+    except OSError as error:
+        log.warning("%s cannot be written, which is taken over later: %s", file, error.strerror)
+
+
+def _lock_dead(folder: Path) -> int | None:
+    """Return the lock of a folder whose worker has ended: the kernel has released it then.
+
+    None: the worker lives, or another one takes over from it.
+    """
     try:
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
-        return False  # it is being made, or is removed by another worker
+        return None  # it is being made, or is removed by another worker
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return False
-    finally:
         os.close(lock)
-    return True
+        return None
+    return lock
 
 
 async def _report_death(client: Client, token: bytes) -> None:
@@ -139,3 +204,16 @@ async def _report_death(client: Client, token: bytes) -> None:
     except RPCError as refusal:
         if refusal.status is not RPCStatusCode.NOT_FOUND:  # it has ended, or was taken over
             raise
+
+
+async def _release(client: Client, workflow_id: str, run_id: str) -> None:
+    """Have the server give the next task of a workflow to any worker."""
+    request = ResetStickyTaskQueueRequest(
+        namespace=client.namespace,
+        execution=WorkflowExecution(workflow_id=workflow_id, run_id=run_id),
+    )
+    try:
+        await client.workflow_service.reset_sticky_task_queue(request, timeout=RESET_TIMEOUT)
+    except RPCError as refusal:
+        if refusal.status is not RPCStatusCode.NOT_FOUND:  # it has ended
+            log.warning("the tasks of %s are taken over later: %s", workflow_id, refusal)

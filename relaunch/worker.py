@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -93,8 +94,11 @@ ARCHIVE = "archive"
 """Folder, in the state folder, of the older incidents of jobs."""
 KEPT_FLEETS = "served-fleets"
 """Folder, in the state folder, of copies of the fleet files as they were last served."""
-TAKE_OVER_INTERVAL_S = 2.0
+TAKE_OVER_INTERVAL_S = 0.5
 """Seconds between two looks for workers on the same state folder that were killed."""
+LOOK_INTERVAL_S = 2.0
+"""The same where no other worker lives: one may have been started since."""
+PORT_INTERVAL_S, PORT_TIMEOUT_S = 0.01, 30.0
 CONNECT_INTERVAL_S = 2.0
 """Seconds between two tries to reach a server that is away when the worker starts."""
 AWAY = (RPCStatusCode.UNAVAILABLE, RPCStatusCode.DEADLINE_EXCEEDED, RPCStatusCode.CANCELLED)
@@ -394,7 +398,7 @@ def make_worker(
         LogActivities(fleets, settings.state / ARCHIVE),
     )
     people = PeopleActivities(fleets, client, settings.task_queue, settings.web_ui or "")
-    runner = TaskRunner(required=settings.encryption_required)
+    runner = TaskRunner(settings.encryption_required, running)
     worker = Worker(
         client,
         task_queue=settings.task_queue,
@@ -448,7 +452,7 @@ def make_worker(
         activity_task_poller_behavior=pollers,
         # When 300 jobs began together, 242 tasks waited longer than 2 s for their worker. Each was
         # then replayed from its whole history, which made the others wait longer. A killed worker
-        # delays what is decided meanwhile by this much.
+        # delays nothing by it: the one that takes over its watches ends this wait.
         sticky_queue_schedule_to_start_timeout=timedelta(seconds=10),
         # Cancellations are delivered with heartbeats, and so is the progress shown to people.
         max_heartbeat_throttle_interval=timedelta(seconds=1),
@@ -482,6 +486,8 @@ async def serve(settings: Settings, build: str | None, is_near: bool = False) ->
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     fleets = make_fleets(settings)
+    if is_near:
+        await _wait_for_port(stop)
     reached = await _reach_server(settings, stop)
     if reached is None:
         return
@@ -532,6 +538,21 @@ async def serve(settings: Settings, build: str | None, is_near: bool = False) ->
         if traces is not None:
             await asyncio.to_thread(traces.close)
         await fleets.close()
+
+
+async def _wait_for_port(stop: asyncio.Event) -> None:
+    """Wait until a server of this machine listens, which may have been started with this worker.
+
+    If it does not, the connection says why.
+    """
+    host, _, port = (read_credentials().config.get("target_host") or "").rpartition(":")
+    deadline = time.monotonic() + PORT_TIMEOUT_S
+    while host and not stop.is_set() and time.monotonic() < deadline:
+        with contextlib.suppress(OSError, ValueError):
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.close()
+            return
+        await asyncio.sleep(PORT_INTERVAL_S)
 
 
 async def _reach_server(settings: Settings, stop: asyncio.Event) -> tuple[Client, Renewal] | None:
@@ -599,7 +620,7 @@ async def _take_over_watches(client: Client, running: RunningWatches) -> None:
                 logging.getLogger("relaunch").info("took over %s of killed workers", watches)
         except (OSError, RPCError) as error:
             logging.getLogger("relaunch").warning("watches are taken over later: %s", error)
-        await asyncio.sleep(TAKE_OVER_INTERVAL_S)
+        await asyncio.sleep(TAKE_OVER_INTERVAL_S if running.others else LOOK_INTERVAL_S)
 
 
 async def _sample(

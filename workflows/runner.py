@@ -13,6 +13,7 @@ from temporalio.bridge.proto.workflow_activation import WorkflowActivation
 from temporalio.bridge.proto.workflow_completion import WorkflowActivationCompletion
 from temporalio.worker import Worker, WorkflowInstance, WorkflowInstanceDetails
 
+from relaunch.activities.running_watches import RunningWatches
 from relaunch.workflows.sealing import SealedRunner, WrappedInstance
 
 log = logging.getLogger("relaunch.runner")
@@ -23,10 +24,12 @@ class TaskRunner(SealedRunner):
 
     Args:
         required: Whether a workflow whose input is not encrypted is not run.
+        running: Records what is in the cache, for the successor of a worker that is killed.
     """
 
-    def __init__(self, required: bool = False) -> None:
+    def __init__(self, required: bool = False, running: RunningWatches | None = None) -> None:
         super().__init__(required)
+        self._running = running
         self._worker: Worker | None = None
 
     def attach(self, worker: Worker) -> Worker:
@@ -35,7 +38,13 @@ class TaskRunner(SealedRunner):
         return worker
 
     def create_instance(self, det: WorkflowInstanceDetails) -> WorkflowInstance:
+        if self._running is not None:
+            self._running.add_run(det.info.workflow_id, det.info.run_id)
         return _TaskInstance(super().create_instance(det), self)
+
+    def note_eviction(self, run: str) -> None:
+        if self._running is not None:
+            self._running.drop_run(run)
 
     def forget(self, run: str) -> None:
         """Have a run leave the cache as soon as its query is answered, before its next task.
@@ -57,7 +66,9 @@ class _TaskInstance(WrappedInstance):
         self._bytes = 0
 
     def activate(self, act: WorkflowActivation) -> WorkflowActivationCompletion:
-        if self._is_early(act):
+        if any(job.HasField("remove_from_cache") for job in act.jobs):
+            self._runner.note_eviction(act.run_id)
+        elif self._is_early(act):
             log.info("run %s leaves the cache: a query came before its workflow task", act.run_id)
             self._runner.forget(act.run_id)
         self._events, self._bytes = act.history_length, act.history_size_bytes

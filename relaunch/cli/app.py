@@ -361,8 +361,6 @@ def run(
 ) -> None:
     """Run one job to its end, as torchrun would. Print what its ranks print, and exit with its exit
     code. Start a server for the job if none is running. torchrun's options are accepted."""
-    import asyncio
-
     from relaunch.cli import run as runner
 
     settings = read_settings()
@@ -395,7 +393,7 @@ def run(
         no_python=no_python,
         options=options,
     )
-    raise typer.Exit(asyncio.run(runner.run(settings, request, say)))
+    raise typer.Exit(runner.run(settings, request, say))
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -958,6 +956,7 @@ def _run() -> int:
         if service is None or not isinstance(error, service.RPCError):
             raise
         from relaunch.temporal import explain_refusal
+        from relaunch.text import printable
 
         say(printable(str(explain_refusal(error)), MAX_SENTENCE))
         return BAD_INPUT

@@ -80,7 +80,7 @@ async def open_run(folder: Path, job: str, *, with_worker: bool) -> AsyncIterato
     Raises:
         ConfigError: The server cannot be started, or the job is not there.
     """
-    from relaunch.cli.run import OwnService, start_child
+    from relaunch.cli.own_service import OwnService, start_child
 
     if up := find_running_up(folder):
         yield await connect(folder, up.address)
@@ -109,7 +109,8 @@ async def open_run(folder: Path, job: str, *, with_worker: bool) -> AsyncIterato
 
 @contextmanager
 def _run_worker(folder: Path, address: str, fleet: Path) -> Iterator[subprocess.Popen[bytes]]:
-    from relaunch.cli.service import RELAUNCH, STOP_TIMEOUT, die_with_parent
+    from relaunch.cli.forks import die_with_parent
+    from relaunch.cli.service import RELAUNCH, STOP_TIMEOUT
 
     settings = {
         "RELAUNCH_STATE": str(folder.resolve()),

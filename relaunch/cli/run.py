@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import json
 import os
 import select
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -21,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from relaunch.cli import environment, files, torchrun
-from relaunch.cli.service import READY_TIMEOUT, RELAUNCH, STOP_TIMEOUT, write_local_fleet
+from relaunch.cli.own_service import OwnService, keep_agents, start_own
+from relaunch.cli.rank_output import RunOutput
 from relaunch.config import ConfigError, Settings
 from relaunch.spec.annotations import apply_grace_period
 from relaunch.spec.job import JobSpec
 from relaunch.spec.policy import Policy, state_restarts
 from relaunch.temporal import (
-    UP_FILE,
     connect,
     find_backend,
     find_running_up,
@@ -36,9 +34,9 @@ from relaunch.temporal import (
 from relaunch.text import printable
 
 INTERRUPTED = 130
-UP_LOG = "up.log"
+SUBMIT_TIMEOUT_S = 60.0
+"""Seconds in which a server that was just started takes the job. It takes some milliseconds."""
 OUTPUT_CHECK_INTERVAL_S = 0.5
-CHILD_CHECK_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -163,89 +161,12 @@ def default_name(command: list[str]) -> str:
     return f"{stem}-{time.strftime('%m%d-%H%M%S')}-{os.getpid()}"
 
 
-@dataclass
-class OwnService:
-    """A child process `relaunch up` for one job.
+def run(settings: Settings, request: RunRequest, say: Callable[[str], None]) -> int:
+    """Run a job to its end and return the exit code.
 
-    It holds the other end of `process.stdin`. However this process ends, the child notices, cancels
-    the job if it still runs, and ends when the ranks have stopped.
+    Raises:
+        ConfigError: It cannot be run as written, or its server cannot be started or ended.
     """
-
-    state: Path
-    job: str
-    process: subprocess.Popen[bytes]
-
-    @property
-    def log(self) -> Path:
-        return self.state / UP_LOG
-
-    async def address(self) -> str:
-        deadline = time.monotonic() + READY_TIMEOUT
-        while time.monotonic() < deadline:
-            if up := find_running_up(self.state):
-                return up.address
-            if self.process.poll() is not None:
-                lines = self.log.read_text(errors="replace").strip().splitlines() or [
-                    "it printed nothing"
-                ]
-                raise ConfigError(lines[-1].removeprefix("relaunch: "))
-            await asyncio.sleep(0.02)
-        raise ConfigError(f"the server did not start within {READY_TIMEOUT:g} s: see {self.log}")
-
-    async def keep(self, say: Callable[[str], None]) -> None:
-        """Start the child again at the same address whenever it is killed, to have ranks watched.
-
-        If it ends by itself, it has cancelled the job first.
-        """
-        while self.process.poll() != 0:
-            await asyncio.sleep(CHILD_CHECK_INTERVAL_S)
-            up = self.state / UP_FILE  # stays behind where the child was killed
-            if self.process.returncode in (None, 0) or not up.exists():
-                continue
-            port = json.loads(up.read_text())["address"].rpartition(":")[2]
-            say("the server of this job was killed: starting it again; ranks keep running")
-            self.process = start_child(self.state, ["--attended-job", self.job], port)
-
-    def stop(self) -> None:
-        """Stop the child; no job may run."""
-        self.process.terminate()
-        try:
-            self.process.wait(3 * STOP_TIMEOUT)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-
-
-def start_child(state: Path, attended: list[str], port: str = "0") -> subprocess.Popen[bytes]:
-    fleet = state / "fleets" / "default.yaml"
-    options = ["--state", str(state), "--port", port, "--ui-port", "0", "--fleet", str(fleet)]
-    with (state / UP_LOG).open("ab") as log:
-        return subprocess.Popen(
-            [*RELAUNCH, "up", *attended, *options],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-
-
-def start_own(settings: Settings, name: str, nodes: int) -> OwnService:
-    runs = settings.state / "runs"
-    state = runs / name
-    try:
-        state.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_local_fleet(state, nodes)
-        process = start_child(state, ["--attended-job", name])
-    except OSError as error:
-        raise ConfigError(
-            f"state folder {state} cannot be written: {error.strerror}; choose another with "
-            "RELAUNCH_STATE"
-        ) from None
-    environment.remove_expired(runs)
-    return OwnService(state, name, process)
-
-
-async def run(settings: Settings, request: RunRequest, say: Callable[[str], None]) -> int:
-    """Run a job to its end and return the exit code."""
     is_shared = find_running_up(settings.state) is not None or read_configured_address() is not None
     backend = find_backend(settings.state, request.fleet) if is_shared else "local"
     spec, policy = request.resolve(backend)
@@ -260,12 +181,26 @@ async def run(settings: Settings, request: RunRequest, say: Callable[[str], None
                 f"--fleet: {spec.fleet!r} is not known: no server is running, and the one that "
                 "`run` starts has only the fleet default"
             )
+        # Before there is an event loop, and before the imports below: it begins as a fork.
         own = start_own(settings, spec.name, spec.node_count)
         policy = adapt_policy(policy, has_terminal=sys.stdin.isatty())
         say(
             "no server is running, so relaunch starts one for this job; its state folder is "
             f"{own.state}"
         )
+    return asyncio.run(_run(settings, request, say, spec, policy, backend, own, output))
+
+
+async def _run(
+    settings: Settings,
+    request: RunRequest,
+    say: Callable[[str], None],
+    spec: JobSpec,
+    policy: Policy,
+    backend: str | None,
+    own: OwnService | None,
+    output: RunOutput,
+) -> int:
     env_file: Path | None = None
     is_running = False  # where relaunch knows of no end, the job may run
     code: int | None = None
@@ -290,7 +225,7 @@ async def run(settings: Settings, request: RunRequest, say: Callable[[str], None
             )
         client = await connect(settings.state, await own.address() if own else None)
         keeping = asyncio.create_task(own.keep(say)) if own else None
-        await submit(
+        submitting = submit(
             client,
             settings.task_queue,
             spec,
@@ -298,6 +233,12 @@ async def run(settings: Settings, request: RunRequest, say: Callable[[str], None
             has_fleet=own is not None,
             hides_causes=settings.hides_causes,
         )
+        try:
+            await asyncio.wait_for(submitting, SUBMIT_TIMEOUT_S if own else None)
+        except TimeoutError:
+            raise ConfigError(
+                f"the server of this job started, and did not take it within {SUBMIT_TIMEOUT_S:g} s"
+            ) from None
         is_running = True
         if env_file:
             environment.remove_others(env_file)
@@ -320,6 +261,7 @@ async def run(settings: Settings, request: RunRequest, say: Callable[[str], None
             outlives_terminal,
             spec.name,
             say,
+            keeping,
         )
         if code is None:
             return INTERRUPTED
@@ -332,6 +274,7 @@ async def run(settings: Settings, request: RunRequest, say: Callable[[str], None
         if keeping:
             keeping.cancel()
         if own and not is_running:
+            keep_agents(settings, own)
             own.stop()
             if code == 0:
                 shutil.rmtree(own.state, ignore_errors=True)
@@ -397,19 +340,29 @@ async def _wait_for_job(
     outlives_terminal: bool,
     name: str,
     say: Callable[[str], None],
+    keeping: asyncio.Task[None] | None = None,
 ) -> int | None:
     """Wait for the job and return its exit code.
 
     The first interruption cancels the job; a second ctrl-C or SIGTERM makes this return None at
     once.
+
+    Args:
+        keeping: Keeps the job's server; it ends only if that cannot be kept.
+
+    Raises:
+        ConfigError: The job's server is gone.
     """
+    servers = set() if keeping is None else {keeping}
     following = asyncio.create_task(follow())
     watching = asyncio.create_task(_watch_output(interruptions, outlives_terminal))
     interrupted = asyncio.create_task(interruptions.get())
     cancelling: asyncio.Task[None] | None = None
     try:
         while True:
-            await asyncio.wait({following, interrupted}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                {following, interrupted, *servers}, return_when=asyncio.FIRST_COMPLETED
+            )
             if following.done():
                 if not _is_broken_output(following.exception()):
                     return following.result()
@@ -418,6 +371,9 @@ async def _wait_for_job(
                     interruptions.put_nowait(OUTPUT_CLOSED)
                 following = asyncio.create_task(follow())
                 continue
+            if keeping is not None and keeping.done():
+                following.cancel()
+                keeping.result()
             interruption = interrupted.result()
             interrupted = asyncio.create_task(interruptions.get())
             _discard_broken_output()  # a closed terminal sends SIGHUP first

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import fcntl
 import ipaddress
 import os
+import random
 import shutil
 import signal
 import socket
@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import IO
 
 from relaunch.cli.database import DATABASE, check_database, note_writer
+from relaunch.cli.forks import Fork, die_with_parent, fork
 from relaunch.config import KEYRING_VARIABLE, ConfigError
-from relaunch.messages.jobs import CancelMessage
 from relaunch.temporal import (
+    SEARCH_ATTRIBUTES,
     UP_FILE,
     connect,
     ensure_namespace,
@@ -40,16 +41,22 @@ RELAUNCH = (sys.executable, "-P", str(Path(__file__).resolve().parents[1] / "__m
 HOST = "127.0.0.1"
 LOCAL_NODES = 16
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.5, 10.0
+MAX_FAILURES = 5
+"""How often in a row a part of the service of one job may end, within some 15 s."""
 STEADY_AFTER = 30.0
 """Seconds of uptime after which an exit is a new failure, and the backoff starts over."""
 READY_TIMEOUT = 30.0
 """Seconds. A new database takes 0.5 s, a large one on a busy machine takes longer."""
+PORT_INTERVAL = 0.01
+"""Seconds between two looks whether the server listens."""
+MAX_PORT_TRIES = 100
+NOTE_DELAY = 5.0
+"""Seconds until the server of one job is asked for its version, while its ranks are started."""
 STOP_TIMEOUT = 15.0
 """Seconds from SIGTERM to SIGKILL; longer than a worker's graceful shutdown."""
 ATTENDANT_ENDED = "`relaunch run` has ended"
 TIDY_INTERVAL = 3600.0
 """Seconds between two looks for environment files of jobs that the server has forgotten."""
-PR_SET_PDEATHSIG = 1
 SERVER_OPTIONS = (
     # WAL (write-ahead log): three times the throughput. FULL: a power cut loses nothing that was
     # acknowledged.
@@ -176,7 +183,17 @@ def check_host(address: str) -> str:
 
 
 def choose_port(option: str, port: int, host: str = HOST) -> int:
-    """Return a port that is free now; 0 requests any free port."""
+    """Return a port that is free now; 0 requests any free port.
+
+    Not one that the kernel gives to connections: until the server listens on it, it would be given
+    to the next that any process of this machine makes.
+    """
+    if port == 0:
+        first, last = _read_kernel_ports()
+        others = [number for number in range(10_000, 60_000) if not first <= number <= last]
+        for number in random.SystemRandom().sample(others, min(MAX_PORT_TRIES, len(others))):
+            with contextlib.suppress(ConfigError):
+                return choose_port(option, number, host)
     with socket.socket() as probe:
         # Bind as the server will: the remains of closed connections do not matter, a listener does.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -189,6 +206,15 @@ def choose_port(option: str, port: int, host: str = HOST) -> int:
         except OverflowError:
             raise ConfigError(f"{port} is not a port: expected 0 to 65535 for {option}") from None
         return int(probe.getsockname()[1])
+
+
+def _read_kernel_ports() -> tuple[int, int]:
+    """Return the first and the last port that the kernel gives to connections."""
+    try:
+        first, last = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+        return int(first), int(last)
+    except (OSError, ValueError):
+        return 32_768, 60_999
 
 
 def write_local_fleet(state: Path, nodes: int) -> Path:
@@ -218,6 +244,7 @@ async def serve(
     *,
     attended: bool = False,
     attended_job: str | None = None,
+    first_worker: Fork | None = None,
 ) -> None:
     """Run until SIGINT, SIGTERM or SIGHUP.
 
@@ -225,6 +252,8 @@ async def serve(
     `attended_job`, this is the server of that job only. When stdin ends, by whatever end of that
     process, or a signal arrives, the job is cancelled, and everything stops once its ranks have:
     otherwise nothing would watch them. A second signal stops everything at once.
+
+    `first_worker` is one that has been started for this server, and waits until it listens.
 
     Raises:
         ConfigError: The server or the worker cannot be started.
@@ -237,46 +266,33 @@ async def serve(
     attended = attended or attended_job is not None
     if attended:
         loop.add_reader(sys.stdin.fileno(), lambda: _read_stdin(stop))
-    environment = _make_environment(service)
     is_single = attended_job is not None
     program = find_server(service.temporal)
     await asyncio.to_thread(check_database, service.state, program)
-    server = Keeper(
-        "server",
-        _make_server_command(service, program),
-        {**(SINGLE_JOB_RUNTIME if is_single else SHARED_RUNTIME), **_without_keys(environment)},
-        service.state / "server.log",
-        say,
-        # The program may have been replaced since its last start.
-        check=partial(check_database, service.state, program),
-    )
-    # The server of one job meets no other build, and to make one current takes it a second.
-    command = [*RELAUNCH, "worker", "--near", *(["--no-build"] if is_single else [])]
-    workers = [
-        Keeper(name, command, {**environment, **variables}, service.state / f"{name}.log", say)
-        for name, variables in _name_workers(service)
-    ]
-    warm = Keeper(
-        "warm command line",
-        [*RELAUNCH, "warm", str(service.state.resolve())],
-        _without_keys(environment),
-        service.state / "warm.log",
-        say,
-    )
+    server, workers, warm = _make_keepers(service, program, say, is_single, first_worker)
     background: list[asyncio.Task[None]] = []
     stopping = asyncio.create_task(stop.wait())
     keepers = [asyncio.create_task(server.keep())]
+    # The worker of one job imports while the server starts: no other process writes to it.
+    begun = workers if is_single else []
+    keepers += [asyncio.create_task(worker.keep()) for worker in begun]
     try:
-        ready = asyncio.create_task(_wait_for_server(service, server))
+        waiting = (_wait_for_port if is_single else _wait_for_server)(service, server)
+        ready = asyncio.create_task(waiting)
         await asyncio.wait({ready, stopping, *keepers}, return_when=asyncio.FIRST_COMPLETED)
         if not stop.is_set():
             await _raise_first_error(ready, *keepers)
-            background.append(asyncio.create_task(_note_writer(service.state, program)))
+            background.append(
+                asyncio.create_task(
+                    _note_writer(service.state, program, NOTE_DELAY if is_single else 0.0)
+                )
+            )
             backends = service.backends if workers else {}
             write_up(service.state, service.address, service.ui, backends)
             say(f"server {service.address}, web UI {service.ui}, state {service.state}")
             if workers:
-                keepers += [asyncio.create_task(worker.keep()) for worker in workers]
+                if not begun:
+                    keepers += [asyncio.create_task(worker.keep()) for worker in workers]
                 say(_announce_workers(service))
             if not attended:  # the server of a single job gets no other commands
                 warming = asyncio.create_task(warm.keep())
@@ -301,6 +317,51 @@ async def serve(
         # First, so that they can hand back their activities.
         await asyncio.gather(*(worker.end() for worker in workers))
         await server.end()
+
+
+def _make_keepers(
+    service: Service,
+    program: Path,
+    say: Callable[[str], None],
+    is_single: bool,
+    first_worker: Fork | None,
+) -> tuple[Keeper, list[Keeper], Keeper]:
+    """Return the keepers of the server, of the workers, and of the warm command line."""
+    environment = _make_environment(service)
+    limit = MAX_FAILURES if is_single else None  # a person reads what `up` says
+    server = Keeper(
+        "server",
+        _make_server_command(service, program),
+        {**(SINGLE_JOB_RUNTIME if is_single else SHARED_RUNTIME), **_without_keys(environment)},
+        service.state / "server.log",
+        say,
+        # The program may have been replaced since its last start.
+        check=partial(check_database, service.state, program),
+        max_failures=limit,
+    )
+    # The server of one job meets no other build, and to make one current takes it a second.
+    command = [*RELAUNCH, "worker", "--near", *(["--no-build"] if is_single else [])]
+    workers = [
+        Keeper(
+            name,
+            command,
+            {**environment, **variables},
+            service.state / f"{name}.log",
+            say,
+            max_failures=limit,
+        )
+        for name, variables in _name_workers(service)
+    ]
+    if first_worker is not None:
+        workers[0].adopt(first_worker)
+    warm = Keeper(
+        "warm command line",
+        [*RELAUNCH, "warm", str(service.state.resolve())],
+        _without_keys(environment),
+        service.state / "warm.log",
+        say,
+    )
+    return server, workers, warm
 
 
 def _make_environment(service: Service) -> dict[str, str]:
@@ -342,7 +403,11 @@ def _make_server_command(service: Service, program: Path) -> list[str]:
     ports = ["--ip", service.host, "--port", str(service.port), "--ui-port", str(service.ui_port)]
     database = ["--db-filename", str(service.state / DATABASE)]
     partitions = ONE_PARTITION if has_one_partition(service.state) else ()
-    options = [word for pair in (*SERVER_OPTIONS, *EMBEDDED_OPTIONS, *partitions) for word in pair]
+    pairs = (*SERVER_OPTIONS, *EMBEDDED_OPTIONS, *partitions)
+    options = [word for pair in pairs for word in pair]
+    # For a new database. Those of an existing one are added by `ensure_namespace`.
+    for name, kind in SEARCH_ATTRIBUTES.items():
+        options += ["--search-attribute", f"{name}={kind}"]
     return [
         str(program),
         "server",
@@ -374,6 +439,7 @@ class Keeper:
         log: Path,
         say: Callable[[str], None],
         check: Callable[[], None] | None = None,
+        max_failures: int | None = None,
     ) -> None:
         self._name, self._command, self._environment, self._log, self._say = (
             name,
@@ -384,45 +450,58 @@ class Keeper:
         )
         self._check = check
         """Called before each start; raises ConfigError where there must be none."""
-        self._process: asyncio.subprocess.Process | None = None
+        self._max_failures = max_failures
+        """How often in a row the child may end soon; None: there is no limit."""
+        self._process: asyncio.subprocess.Process | Fork | None = None
+
+    def adopt(self, child: Fork) -> None:
+        """Keep a child that has been started already."""
+        self._process = child
 
     async def keep(self) -> None:
         """Start the child, and restart it with backoff whenever it ends.
 
         Raises:
             ConfigError: The child exits with code 2: its settings cannot be used; or the check
-                before a start fails.
+                before a start fails, or the child ends too often.
         """
-        backoff = FIRST_BACKOFF
+        backoff, failures = FIRST_BACKOFF, 0
         while True:
             if self._check is not None:
                 await asyncio.to_thread(self._check)
             begun = time.monotonic()
-            with self._log.open("ab") as log:
-                self._process = await asyncio.create_subprocess_exec(
-                    *self._command,
-                    env=self._environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    # Ctrl-C reaches only this process, which stops the child itself.
-                    start_new_session=True,
-                    preexec_fn=die_with_parent(os.getpid()),
-                )
-            code = await self._process.wait()
+            if self._process is None or self._process.returncode is not None:
+                self._process = await self._start()
+            code = await _wait_for_end(self._process)
             if code == 2:
                 raise ConfigError(f"the {self._name} cannot start: {self.last_words()}")
-            backoff = (
-                FIRST_BACKOFF
-                if time.monotonic() - begun > STEADY_AFTER
-                else min(2 * backoff, LONGEST_BACKOFF)
-            )
+            is_new = time.monotonic() - begun > STEADY_AFTER
+            failures = 1 if is_new else failures + 1
+            backoff = FIRST_BACKOFF if is_new else min(2 * backoff, LONGEST_BACKOFF)
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            if failures == self._max_failures:
+                raise ConfigError(
+                    f"the {self._name} ended {failures} times in a row, the last time with {how}:"
+                    f" {self.last_words()}"
+                )
             self._say(
                 f"the {self._name} ended ({how}: {self.last_words()}); restarting it in "
                 f"{backoff:g} s"
             )
             await asyncio.sleep(backoff)
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        with self._log.open("ab") as log:
+            return await asyncio.create_subprocess_exec(
+                *self._command,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                # Ctrl-C reaches only this process, which stops the child itself.
+                start_new_session=True,
+                preexec_fn=die_with_parent(os.getpid()),
+            )
 
     def last_words(self) -> str:
         with contextlib.suppress(OSError):
@@ -442,28 +521,20 @@ class Keeper:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
         try:
-            await asyncio.wait_for(process.wait(), STOP_TIMEOUT)
+            await asyncio.wait_for(_wait_for_end(process), STOP_TIMEOUT)
         except TimeoutError:
             process.kill()
-            await process.wait()
+            await _wait_for_end(process)
+
+
+async def _wait_for_end(process: asyncio.subprocess.Process | Fork) -> int:
+    return await (process.wait_async() if isinstance(process, Fork) else process.wait())
 
 
 def _report_warm_failure(warming: asyncio.Task[None], say: Callable[[str], None]) -> None:
     """Report why the warm process has ended; without it, commands only start more slowly."""
     if not warming.cancelled() and (error := warming.exception()) is not None:
         say(f"{error}; commands still work, but start more slowly")
-
-
-def die_with_parent(parent: int) -> Callable[[], None]:
-    """Return what a child has to call so that the kernel kills it when its parent ends."""
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def set_death_signal() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # the parent died before prctl
-            os._exit(1)
-
-    return set_death_signal
 
 
 async def _wait_for_server(service: Service, server: Keeper) -> None:
@@ -486,9 +557,44 @@ async def _wait_for_server(service: Service, server: Keeper) -> None:
         await asyncio.sleep(0.05)
 
 
-async def _note_writer(state: Path, program: Path) -> None:
+async def _wait_for_port(service: Service, server: Keeper) -> None:
+    """Wait until a server listens: without the SDK, whose import takes as long as that."""
+    deadline = time.monotonic() + READY_TIMEOUT
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            _, writer = await asyncio.open_connection(service.host, service.port)
+            writer.close()
+            return
+        await asyncio.sleep(PORT_INTERVAL)
+    raise ConfigError(f"the server did not start within {READY_TIMEOUT:g} s: {server.last_words()}")
+
+
+async def _note_writer(state: Path, program: Path, delay: float) -> None:
+    await asyncio.sleep(delay)
     with contextlib.suppress(ConfigError):  # the next start then compares the tables
         await asyncio.to_thread(note_writer, state, program)
+
+
+def fork_worker(service: Service) -> Fork:
+    """Start the first worker as a fork, before the server is there: it imports meanwhile.
+
+    Raises:
+        OSError: Its log cannot be written, or there is no process left.
+    """
+    import runpy  # here, not in `up`, which does without
+
+    name, variables = next(_name_workers(service))
+    environment = {**_make_environment(service), **variables}
+
+    def act() -> int:
+        os.environ.clear()
+        os.environ.update(environment)
+        *_, program = RELAUNCH
+        sys.argv[:] = [program, "worker", "--near", "--no-build"]
+        runpy.run_path(program, run_name="__main__")
+        return 1  # it ends the process itself
+
+    return fork(f"relaunch-{name}"[:15], service.state / f"{name}.log", act, is_attended=False)
 
 
 async def _raise_first_error(*tasks: asyncio.Task[None]) -> None:
@@ -504,6 +610,7 @@ async def _end_job(service: Service, name: str, say: Callable[[str], None]) -> N
 
     from relaunch.cli import jobs
     from relaunch.cli.client import whoami
+    from relaunch.messages.jobs import CancelMessage
 
     while True:
         try:

@@ -21,6 +21,9 @@ from pathlib import Path
 from relaunch.activities.running_watches import RunningWatches
 running = RunningWatches(Path(sys.argv[1]))
 running.open()
+running.add_run("job/first", "run-1")
+running.add_run("job/ended", "run-2")
+running.drop_run("run-2")
 with running.record(b"first", "lab"), running.record(b"second", "lab"):
     with running.record(b"ended", "lab"):
         pass
@@ -30,11 +33,22 @@ with running.record(b"first", "lab"), running.record(b"second", "lab"):
 
 
 class Server:
-    """Notes which watches are reported as failed."""
+    """Notes which watches are reported as failed, and which workflows wait for no worker."""
 
-    def __init__(self, superseded: bytes = b"") -> None:
+    namespace = "default"
+
+    def __init__(self, superseded: bytes = b"", has_ended: bool = False) -> None:
         self.failed: dict[bytes, BaseException] = {}
         self.superseded = superseded
+        self.has_ended = has_ended
+        self.released: list[tuple[str, str]] = []
+        self.workflow_service = self
+
+    async def reset_sticky_task_queue(self, request: Any, timeout: Any) -> None:
+        assert not self.failed, "after a watch: what follows from it might still wait"
+        self.released.append((request.execution.workflow_id, request.execution.run_id))
+        if self.has_ended:
+            raise RPCError("workflow has ended", RPCStatusCode.NOT_FOUND, b"")
 
     def get_async_activity_handle(self, *, task_token: bytes) -> Any:
         server = self
@@ -67,7 +81,7 @@ async def test_watches_of_a_killed_worker_are_offered_again(
     tmp_path: Path, superseded: bytes
 ) -> None:
     with start_worker(tmp_path) as worker:
-        server = Server(superseded)
+        server = Server(superseded, has_ended=superseded != b"")
         assert await take_over(tmp_path, server) == 0, "it lives"
         worker.send_signal(signal.SIGSTOP)
         assert await take_over(tmp_path, server) == 0, "it may go on"
@@ -75,7 +89,36 @@ async def test_watches_of_a_killed_worker_are_offered_again(
         worker.wait()
         assert await take_over(tmp_path, server) == 2
         assert set(server.failed) == {b"first", b"second"} - {superseded}
+        assert server.released == [("job/first", "run-1")]
         assert await take_over(tmp_path, server) == 0, "once"
+        assert len(server.released) == 1
+
+
+async def test_one_of_two_workers_takes_over(tmp_path: Path) -> None:
+    class Slow(Server):
+        async def reset_sticky_task_queue(self, request: Any, timeout: Any) -> None:
+            await super().reset_sticky_task_queue(request, timeout)
+            assert await take_over(folder, other) == 0
+            assert not other.released
+
+    folder, other = tmp_path / "watches", Server()
+    with start_worker(folder) as worker:
+        worker.kill()
+        worker.wait()
+        assert await take_over(folder, Slow()) == 2
+
+
+async def test_runs_of_a_worker_whose_watches_an_older_one_took_over(tmp_path: Path) -> None:
+    folder, server = tmp_path / "watches", Server()
+    with start_worker(folder) as worker:
+        worker.kill()
+        worker.wait()
+        (watches,) = folder.iterdir()
+        for file in watches.iterdir():
+            file.unlink()
+        watches.rmdir()
+        assert await take_over(folder, server) == 0
+        assert server.released == [("job/first", "run-1")]
 
 
 async def test_without_a_folder_watches_run_and_the_log_says_so(

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from temporalio.api.enums.v1 import EventType
 
 from relaunch.backends.local import cut, heal
 from tests.chaos.checks import violations
@@ -142,6 +143,40 @@ async def test_a_killed_worker_is_followed_without_a_timeout(world: World, besid
         await follower.end()
         await world.worker.start()
     await finish(job)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("beside", [False, True])
+async def test_a_fault_after_a_worker_was_killed_waits_for_no_timeout(
+    world: World, beside: bool
+) -> None:
+    job = await world.submit(nodes=1)
+    await trained(job)
+    (pid,) = job.rank_pids()
+    second = Process(
+        "second worker",
+        world.worker._command,
+        world.worker._environment,
+        world.folder / "after.log",
+    )
+    if beside:
+        await second.start()
+    handle = world.client.get_workflow_handle(f"job/{job.name}")
+    await handle.query("state")  # the server has just seen the worker, and keeps tasks for it
+    await world.worker.end()
+    os.kill(pid, signal.SIGKILL)
+    if not beside:
+        await second.start()
+    await job.until_phase("RUNNING", generation=2)
+    timed_out = [
+        event
+        async for event in handle.fetch_history_events()
+        if event.event_type == EventType.EVENT_TYPE_WORKFLOW_TASK_TIMED_OUT
+    ]
+    assert not timed_out
+    await second.end()
+    await world.worker.start()
+    await finish(job, Expected((KILLED,)))
 
 
 @pytest.mark.long

@@ -1,0 +1,52 @@
+"""The service of a lone `run`, where it cannot be kept."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from relaunch.cli.own_service import UP_LOG, OwnService
+from relaunch.cli.service import Keeper, choose_port
+from relaunch.config import ConfigError
+
+KERNEL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+def end_with(code: int) -> subprocess.Popen[bytes]:
+    ended = subprocess.Popen([sys.executable, "-S", "-c", f"raise SystemExit({code})"])
+    ended.wait()
+    return ended
+
+
+async def test_a_service_that_ended_by_itself_ends_the_run(tmp_path: Path) -> None:
+    (tmp_path / UP_LOG).write_text("relaunch: started\nrelaunch: the disk is full\n")
+    service = OwnService(tmp_path, "train", end_with(2))
+    said: list[str] = []
+    with pytest.raises(ConfigError, match="the server of job train ended: the disk is full"):
+        await asyncio.wait_for(service.keep(said.append), 60)
+    assert said == []
+
+
+async def test_a_child_that_ends_again_and_again_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relaunch.cli.service.FIRST_BACKOFF", 0.01)
+    said: list[str] = []
+    command = ["sh", "-c", "echo broken; exit 7"]
+    keeper = Keeper("server", command, {}, tmp_path / "log", said.append, max_failures=3)
+    with pytest.raises(ConfigError) as error:
+        await asyncio.wait_for(keeper.keep(), 60)
+    assert str(error.value) == (
+        "the server ended 3 times in a row, the last time with exit code 7: broken"
+    )
+    assert len(said) == 2
+
+
+def test_a_free_port_is_none_that_the_kernel_gives_to_connections() -> None:
+    first, last = map(int, KERNEL_PORTS.read_text().split())
+    for _ in range(20):
+        assert not first <= choose_port("--port", 0) <= last
