@@ -325,8 +325,9 @@ def examine_heartbeats(workers: list[WorkerStatus], running: set[str]) -> list[C
     return found
 
 
-def rows(found: list[Check]) -> list[dict[str, str]]:
-    return [{"subject": one.subject, "text": one.text, "action": one.action} for one in found]
+def row(one: Check) -> dict[str, str]:
+    """Return an entry of `doctor --json`; its keys are a stable interface."""
+    return {"subject": one.subject, "text": one.text, "action": one.action}
 
 
 def lines(found: list[Check]) -> list[str]:
