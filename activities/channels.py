@@ -17,10 +17,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 
-from relaunch.spec.fleet import Channel, check_http_address
+from relaunch.spec.fleet import Channel, Severity, check_http_address
 from relaunch.spec.job import SecretReference
 from relaunch.text import mute_markup
 
@@ -50,6 +50,17 @@ class Message:
     text: str
     body: dict[str, Any]
     """The JSON of a webhook."""
+    grade: Severity | Literal["resolved"] = "info"
+    """The gravest of its open matters."""
+
+
+NOTIFY_TYPES: dict[Severity | Literal["resolved"], str] = {
+    "critical": "failure",
+    "warning": "warning",
+    "info": "info",
+    "resolved": "success",
+}
+"""What apprise calls them."""
 
 
 class ChannelSender:
@@ -234,6 +245,8 @@ def _send_apprise(channel: Channel, message: Message) -> None:
             title=mute_markup(message.subject),
             body=mute_markup(message.text),
             body_format=apprise.NotifyFormat.TEXT,
+            # Services that know urgency take it from this: critical, warning and info of PagerDuty.
+            notify_type=apprise.NotifyType(NOTIFY_TYPES[message.grade]),
         )
         lines = log.getvalue().splitlines()
     if not is_valid:

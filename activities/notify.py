@@ -28,6 +28,7 @@ from relaunch.messages.notices import (
     SendTestInput,
     SendTestResult,
     TellPeopleInput,
+    find_grade,
     format_json,
     format_subject,
     format_text,
@@ -142,6 +143,7 @@ class PeopleActivities:
             format_subject(fleet, notices),
             format_text(linked),
             format_json(fleet, id, datetime.now(UTC), linked),
+            find_grade(notices),
         )
         keys = tuple(one.key for one in notices if one.state == "open")
         try:
@@ -179,13 +181,10 @@ def _select(
     return tuple(
         one.notice
         for one in notices
-        if (name in one.channels if one.channels is not None else _takes(channel, one.notice))
+        if (
+            name in one.channels
+            if one.channels is not None
+            else channel is None
+            or channel.takes(one.notice.event, one.notice.cause, one.notice.job)
+        )
     )
-
-
-def _takes(channel: Channel | None, notice: Notice) -> bool:
-    if channel is None:
-        return True
-    if notice.event not in channel.events:
-        return False
-    return not channel.causes or notice.cause is None or notice.cause in channel.causes

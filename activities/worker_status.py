@@ -18,12 +18,14 @@ class WorkerStatusActivities:
         heartbeats: Callable[[], tuple[HeartbeatStatus, ...]],
         expiry: Callable[[], str] = str,
         rules: Callable[[], dict[str, str]] = dict,
+        untaken: Callable[[], dict[str, dict[str, str]]] = dict,
     ) -> None:
         self._client = client
         self._unusable = unusable
         self._heartbeats = heartbeats
         self._expiry = expiry
         self._rules = rules
+        self._untaken = untaken
 
     @activity.defn
     async def read_worker_status(self) -> WorkerStatus:
@@ -33,4 +35,5 @@ class WorkerStatusActivities:
             self._heartbeats(),
             self._expiry(),
             self._rules(),
+            self._untaken(),
         )

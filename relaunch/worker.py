@@ -48,7 +48,7 @@ from relaunch.activities.traces import TraceSender
 from relaunch.activities.watch import WatchActivities
 from relaunch.activities.worker_status import WorkerStatusActivities
 from relaunch.backends.artifact import build_agent
-from relaunch.backends.base import Backend, EventQueue
+from relaunch.backends.base import Backend, EventQueue, TellsPeople
 from relaunch.backends.local import LocalBackend
 from relaunch.builds import HEARTBEAT_INTERVAL, build_id, deployment, list_running
 from relaunch.cli.files import read_fleet
@@ -64,7 +64,7 @@ from relaunch.encryption import ActivityCodec, EncryptionCodec
 from relaunch.handover import Handover
 from relaunch.messages.workers import UnusableFile
 from relaunch.renewal import Renewal, make_renewable
-from relaunch.spec.fleet import DeadManSwitch, FleetSpec
+from relaunch.spec.fleet import DeadManSwitch, FleetSpec, find_untaken
 from relaunch.temporal import (
     check_keys,
     check_required,
@@ -209,6 +209,16 @@ class WorkerFleets:
             ).hexdigest()[:12]
             for name, spec in self.specs.items()
         }
+
+    def list_untaken(self) -> dict[str, dict[str, str]]:
+        """Return what no channel takes, by fleet; a topic takes everything."""
+        found: dict[str, dict[str, str]] = {}
+        for name, spec in self.specs.items():
+            backend = self.backends[name]
+            has_topic = isinstance(backend, TellsPeople) and backend.has_topic
+            if not has_topic and (untaken := find_untaken(spec.notify)):
+                found[name] = untaken
+        return found
 
     def keep(self, path: Path) -> None:
         """Copy a fleet file that is served into the state folder, for starts while it is bad."""
@@ -433,6 +443,7 @@ def make_worker(
                 pinger.list_status,
                 renewal.describe_expiry if renewal else str,
                 fleets.list_rules,
+                fleets.list_untaken,
             ).read_worker_status,
             logs.read_logs,
             logs.read_stacks,

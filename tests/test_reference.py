@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Iterator
+from typing import Any
 
+import pytest
+import typer.main
+
+from relaunch.cli.app import app
 from relaunch.fields import StrictModel
 from tools import reference
 
@@ -25,11 +30,28 @@ def test_every_key_of_json_is_explained() -> None:
     assert "report: trend" in reference.find_unexplained("`summary`")
 
 
+def test_each_command_that_prints_json_is_there() -> None:
+    def list_commands(command: Any, name: str = "") -> Iterator[str]:
+        for word, one in getattr(command, "commands", {}).items():
+            yield from list_commands(one, f"{name} {word}".strip())
+        if any("--json" in one.opts for one in command.params):
+            yield name
+
+    known = [command for command, _, _ in reference.VIEWS]
+    commands = list(list_commands(typer.main.get_command(app)))
+    assert len(commands) > 10
+    # `next` prints the value of a key of `show`.
+    assert [one for one in commands if not any(each.startswith(one) for each in known)] == ["next"]
+
+
 def test_keys_within_keys_are_there() -> None:
     keys = dict(reference.read_keys("report_views", "report_view"))
     assert keys["jobs"] == ""
-    assert keys["nodes"] == "[{node, count, price, causes, jobs, recent, link}]"
+    assert keys["nodes"] == "[{node, count, price, causes, jobs, recent, link, which}]"
     assert keys["trend"].startswith("{direction, sentence, older{start, end,")
+    assert dict(reference.read_keys("explain", "view_of")).keys() == {
+        *("verdict", "cause", "findings", "reason", "first")
+    }
     page = reference.make_pages()["json.md"]
     assert "| `RankExited` | `node`," in page and "- `withdrawn`" not in page
 

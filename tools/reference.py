@@ -399,6 +399,7 @@ VIEWS = (
     ("show JOB", "job_views", "show"),
     ("show JOB, beside those", "tables", "show_view"),
     ("history JOB", "job_views", "history_entry"),
+    ("stacks JOB", "stacks", "row"),
     ("report", "report_views", "report_view"),
     ("jobs", "tables", "row"),
     ("nodes list", "node_views", "row"),
@@ -407,6 +408,12 @@ VIEWS = (
     ("nodes check NODE…", "repairs", "row"),
     ("nodes check --file FLEET.yaml", "node_check", "view"),
     ("notify test", "channel_test", "view"),
+    ("doctor", "doctor", "row"),
+    ("explain KIND WHAT", "explain", "view_of"),
+    ("explain xid, beside those", "explain", "explain_xid"),
+    ("explain npu, beside those", "explain", "explain_npu"),
+    ("explain dcgm, beside those", "explain", "explain_dcgm"),
+    ("explain log and kernel, beside those", "explain", "explain_log"),
     ("policy explain", "policy_views", "policy_view"),
     ("policy replay", "policy_replay", "trial_view"),
 )
@@ -426,10 +433,14 @@ def make_json() -> str:
             "list is here with the keys of one entry. `…`: keys that depend on the job.",
         ),
     ]
+    before: set[str] = set()
     for command, module, function in VIEWS:
+        keys = read_keys(module, function)
         lines += ["", f"## relaunch {command}", "", "| key | within it |", "| -- | -- |"]
-        for key, inner in read_keys(module, function):
-            lines.append(f"| `{key}` | {f'`{inner}`' if inner else ''} |")
+        for key, inner in keys:
+            if "beside those" not in command or key not in before:
+                lines.append(f"| `{key}` | {f'`{inner}`' if inner else ''} |")
+        before = {key for key, _ in keys}
     lines += ["", "## Events", "", "| kind | fields | |", "| -- | -- | -- |"]
     for kind, event in sorted({**EVENTS, **OBSERVATIONS}.items()):
         fields = [one.name for one in dataclasses.fields(event) if one.name != "kind"]
@@ -443,19 +454,34 @@ def read_keys(module: str, function: str) -> list[tuple[str, str]]:
     """Return the keys of the mapping that a function returns, each with those within it."""
     tree = ast.parse((CLI / f"{module}.py").read_text())
     functions = {one.name: one for one in tree.body if isinstance(one, ast.FunctionDef)}
-    found = find_mapping(functions[function], functions)
+    found = find_mapping(functions[function])
     if found is None:
         raise Undocumented(f"{module}.{function} returns no mapping that can be read")
-    return [
-        (key.value, describe_keys(value, functions))
-        for key, value in zip(found.keys, found.values, strict=True)
-        if isinstance(key, ast.Constant)
-    ]
+    return list(list_keys(found, functions))
 
 
-def find_mapping(function: ast.FunctionDef, functions: dict[str, Any]) -> ast.Dict | None:
+def list_keys(mapping: ast.Dict, functions: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Return the keys of a mapping, also of those that it takes in by `**`, where they are read."""
+    for key, value in zip(mapping.keys, mapping.values, strict=True):
+        match key, value:
+            case ast.Constant(), _:
+                yield key.value, describe_keys(value, functions)
+            case None, ast.Dict() | ast.IfExp(body=ast.Dict()):
+                yield from list_keys(
+                    value.body if isinstance(value, ast.IfExp) else value, functions
+                )
+
+
+def find_mapping(function: ast.FunctionDef) -> ast.Dict | None:
+    """Return the mapping that a function returns; without one, that which it calls `more`."""
     returned = [one.value for one in ast.walk(function) if isinstance(one, ast.Return)]
-    return next((one for one in reversed(returned) if isinstance(one, ast.Dict)), None)
+    added = [
+        one.value
+        for one in ast.walk(function)
+        if isinstance(one, ast.Assign) and [ast.unparse(name) for name in one.targets] == ["more"]
+    ]
+    mappings = [one for one in (*reversed(returned), *added) if isinstance(one, ast.Dict)]
+    return next((one for one in mappings if any(one.keys)), mappings[0] if mappings else None)
 
 
 def describe_keys(value: ast.expr, functions: dict[str, Any]) -> str:
@@ -478,7 +504,7 @@ def describe_keys(value: ast.expr, functions: dict[str, Any]) -> str:
         case ast.BoolOp(values=values):
             return next((text for one in values if (text := describe_keys(one, functions))), "")
         case ast.Call(func=ast.Name(id=name)) if name in functions:
-            found = find_mapping(functions[name], functions)
+            found = find_mapping(functions[name])
             return "" if found is None else describe_keys(found, functions)
         case _:
             return ""

@@ -260,7 +260,12 @@ def repair_details(
             doing = escape_markdown(f"{decision.outcome}: {decision.reason}")
         case AskPerson():
             until = _format_time(decision.until)
-            doing = f"waiting for approval until {until}; without an answer it is not done"
+            healthy = ", or shows no fault any more" if repair.rules.by_examination else ""
+            doing = (
+                f"waiting for approval until {until}; without an answer it is not done. "
+                f"{repair.node} is probed every five minutes or more often: the question is "
+                f"withdrawn if it was rebooted{healthy}"
+            )
         case _:
             doing = escape_markdown(waiting_for or decision.reason)
     lines = [

@@ -202,7 +202,9 @@ def doctor(as_json: Json = False) -> None:
         return await examining.examine_service(client, settings.task_queue)
 
     found = run_with_client(work)
-    print_json(examining.rows(found)) if as_json else print("\n".join(examining.lines(found)))
+    print_json([examining.row(one) for one in found]) if as_json else print(
+        "\n".join(examining.lines(found))
+    )
     raise typer.Exit(any(one.action for one in found))
 
 
@@ -706,7 +708,9 @@ def stacks(
     from relaunch.cli import stacks as printing
 
     found = run_with_client(work)
-    print_json(printing.rows(found)) if as_json else print("\n".join(printing.lines(found, rank)))
+    print_json([printing.row(one) for one in found.stacks]) if as_json else print(
+        "\n".join(printing.lines(found, rank))
+    )
 
 
 @app.command()

@@ -21,6 +21,7 @@ from relaunch.credentials import (
 )
 from relaunch.encryption import EncryptionCodec
 from relaunch.messages.ids import FLEET_ID_PREFIX
+from relaunch.spec.fleet import SEVERITIES, describe_untaken
 from relaunch.temporal import RunKey, read_first_key
 from relaunch.text import count_noun, format_time, join_names
 
@@ -84,6 +85,7 @@ async def examine_service(client: Client, task_queue: str) -> list[Check]:
     if workers or any(build.has_worker(now) for build in builds.known):
         found += examine_files(workers)
         found += examine_rules(workers)
+        found += examine_routes(workers)
         found += examine_heartbeats(workers, {one.id for one in running})
         found += [
             Check(
@@ -278,6 +280,28 @@ def examine_rules(workers: list[WorkerStatus]) -> list[Check]:
     return found
 
 
+def examine_routes(workers: list[WorkerStatus]) -> list[Check]:
+    """Return a check for each fleet of which people are not told everything; only what is critical
+    needs an action."""
+    found: dict[str, Check] = {}
+    for worker in workers:
+        for fleet, untaken in (worker.untaken or {}).items():
+            subject = f"channels of {fleet}"
+            if untaken.keys() == SEVERITIES.keys() and not any(untaken.values()):
+                text = "it has none, so no person is notified of anything: add notify: to its file"
+                found.setdefault(subject, Check(subject, text))
+                continue
+            is_grave = any(SEVERITIES.get(event) == "critical" for event in untaken)
+            found[subject] = Check(
+                subject,
+                f"no channel takes {describe_untaken(untaken)}",
+                "add a channel to notify: in the fleet file, or let one take more"
+                if is_grave
+                else "",
+            )
+    return [found[one] for one in sorted(found)]
+
+
 def examine_heartbeats(workers: list[WorkerStatus], running: set[str]) -> list[Check]:
     """Return a check for each dead man's switch, whether it is requested or not."""
     found = []
@@ -301,8 +325,9 @@ def examine_heartbeats(workers: list[WorkerStatus], running: set[str]) -> list[C
     return found
 
 
-def rows(found: list[Check]) -> list[dict[str, str]]:
-    return [{"subject": one.subject, "text": one.text, "action": one.action} for one in found]
+def row(one: Check) -> dict[str, str]:
+    """Return an entry of `doctor --json`; its keys are a stable interface."""
+    return {"subject": one.subject, "text": one.text, "action": one.action}
 
 
 def lines(found: list[Check]) -> list[str]:

@@ -427,32 +427,33 @@ def lines_of(explanation: Explanation, policy: Policy | None, source: str | None
 
 def view_of(explanation: Explanation, policy: Policy | None) -> dict[str, Any]:
     """Return an explanation as JSON-compatible values."""
-    view: dict[str, Any] = (
-        {"verdict": explanation.verdict} if explanation.verdict is not None else {}
-    )
-    view["cause"] = str(explanation.cause) if explanation.cause else None
-    view["findings"] = [
-        {
-            "source": one.finding.source,
-            "code": one.finding.code,
-            "role": str(one.finding.role),
-            "cause": str(one.finding.cause) if one.finding.cause else None,
-            "reason": one.finding.reason,
-            "gpu": one.finding.gpu,
-            "pid": one.finding.pid,
-            "line": one.line,
-        }
-        for one in explanation.found
-    ]
-    view["reason"] = explanation.reason
-    view |= explanation.more
-    if policy is not None:
-        view["first"] = (
-            str(first(policy, explanation.cause, _root_code(explanation)).strategy)
-            if explanation.cause
-            else None
-        )
-    return view
+    return {
+        **({"verdict": explanation.verdict} if explanation.verdict is not None else {}),
+        "cause": str(explanation.cause) if explanation.cause else None,
+        "findings": [
+            {
+                "source": one.finding.source,
+                "code": one.finding.code,
+                "role": str(one.finding.role),
+                "cause": str(one.finding.cause) if one.finding.cause else None,
+                "reason": one.finding.reason,
+                "gpu": one.finding.gpu,
+                "pid": one.finding.pid,
+                "line": one.line,
+            }
+            for one in explanation.found
+        ],
+        "reason": explanation.reason,
+        **explanation.more,
+        **({"first": _find_first(explanation, policy)} if policy is not None else {}),
+    }
+
+
+def _find_first(explanation: Explanation, policy: Policy) -> str | None:
+    """Return the strategy that a policy tries first; None: no evidence names a cause."""
+    if explanation.cause is None:
+        return None
+    return str(first(policy, explanation.cause, _root_code(explanation)).strategy)
 
 
 def _is_single_finding(explanation: Explanation) -> bool:

@@ -18,7 +18,7 @@ from relaunch.cli.terminal import make_console
 from relaunch.evidence.catalog import catalog
 from relaunch.evidence.findings import Verdict
 from relaunch.evidence.health import CLOCK_NAMED, CLOCK_SHOWN, clock_offset, read_health
-from relaunch.spec.fleet import FleetNode, FleetSpec
+from relaunch.spec.fleet import FleetNode, FleetSpec, describe_untaken, find_untaken
 from relaunch.text import count_noun
 
 GIB = 1 << 30
@@ -578,6 +578,8 @@ def print_rows(fleet: FleetPreflight, everything: bool) -> None:
             )
     out.print(table)
     out.print("\n" + verdict(fleet))
+    if fleet.spec.notify and (untaken := find_untaken(fleet.spec.notify)):
+        out.print(f"Of notify: no channel takes {describe_untaken(untaken)}")
 
 
 def _style(found: CheckResult, colour: str) -> Any:

@@ -24,6 +24,8 @@ GAP = 4.0
 """Units at each side of a column."""
 ROWS = 40
 """Jobs, and waits of jobs, that a table lists."""
+LISTED = 8
+"""Incidents that are listed of one number; all are in the table of incidents."""
 LANES = 40
 """Jobs whose lanes are drawn; a picture of more says nothing."""
 
@@ -49,14 +51,17 @@ def make_page(view: Mapping[str, Any]) -> str:
         span=_format_span, moment=_format_moment, describe=describe_incident, percent=_percent
     )
     periods = view["trend"]["periods"] if view["trend"] else []
+    parts = list_parts(view)
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         view=view,
         bar=_place_accounts(view["accounts"]),
         lanes=[_draw_lane(view, job) for job in view["jobs"][:LANES]],
         hidden_lanes=len(view["jobs"][LANES:]),
+        parts=parts,
+        anchors={one["id"] for one in parts},
         medians=MEDIANS,
         rows=ROWS,
-        trend=_draw_trend(view["trend"]),
+        trend=_draw_trend(view),
         most=max((one["interruptions"] for one in periods), default=0),
         period=_measure(periods[-1]) if periods else None,
         interruptions=count_noun(view["interruptions"], "interruption"),
@@ -74,11 +79,60 @@ def _place_accounts(accounts: Iterable[Mapping[str, Any]]) -> list[dict[str, Any
     return parts
 
 
-def _draw_trend(trend: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+def list_parts(view: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what each number of the page is made of: its incidents, the most expensive first.
+
+    `id` is the anchor that the number links to.
+    """
+    incidents = view["incidents"]
+    of_job: dict[str, list[int]] = {}
+    for number, one in enumerate(incidents):
+        of_job.setdefault(one["job"], []).append(number)
+    for numbers in of_job.values():
+        numbers.sort(key=lambda number: incidents[number]["price"], reverse=True)
+    named = [
+        *(
+            (f"of-{one['account']}", one["what"], one["which"], one["account"])
+            for one in view["accounts"]
+        ),
+        *((f"of-cause-{one['cause']}", one["cause"], one["which"], "") for one in view["causes"]),
+        *((f"of-node-{at}", one["node"], one["which"], "") for at, one in enumerate(view["nodes"])),
+        *(
+            (f"of-job-{at}", one["job"], of_job.get(one["job"], []), "")
+            for at, one in enumerate(view["by_job"][:ROWS])
+            if len(view["by_job"]) > 1
+        ),
+        *(
+            (f"of-wait-{at}", f"{one['job']}: waited for {one['for']}", one["which"], "")
+            for at, one in enumerate(view["waits"][:ROWS])
+        ),
+    ]
+    return [
+        {
+            "id": id,
+            "what": what,
+            "incidents": [
+                {
+                    **incidents[number],
+                    "number": number,
+                    "part": incidents[number]["costs"].get(account, incidents[number]["price"]),
+                }
+                for number in numbers[:LISTED]
+            ],
+            "hidden": len(numbers[LISTED:]),
+        }
+        for id, what, numbers, account in named
+        if numbers
+    ]
+
+
+def _draw_trend(view: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the columns of interruptions by time; none where there were none."""
+    trend = view["trend"]
     if trend is None or not trend["sentence"]:
         return []
     periods = trend["periods"]
+    opened = [_parse(one["opened"]) for one in view["incidents"]]
     most = max(one["interruptions"] for one in periods)
     width = WIDTH / len(periods)
     return [
@@ -87,6 +141,9 @@ def _draw_trend(trend: Mapping[str, Any] | None) -> list[dict[str, Any]]:
             "x": round(width * index + GAP, 2),
             "width": round(width - 2 * GAP, 2),
             "height": round(100 * one["interruptions"] / most, 2),
+            "first": next(
+                (at for at, when in enumerate(opened) if _parse(one["start"]) <= when), None
+            ),
         }
         for index, one in enumerate(periods)
     ]

@@ -6,7 +6,7 @@ scripts: keys may be added, never renamed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -48,7 +48,15 @@ Link = Callable[[str, datetime], str | None]
 def report_view(report: Report, link: Link) -> dict[str, Any]:
     """Return what `report --json` prints: seconds as floats, times as ISO 8601."""
 
-    def find_page(priced: list[PricedIncident]) -> str | None:
+    numbers = {id(one): number for number, one in enumerate(report.incidents)}
+
+    def number(priced: Sequence[PricedIncident], account: Account | None = None) -> list[int]:
+        """Return the positions of incidents in the report, the most expensive first."""
+        costs = [(one, one.price if account is None else one.cost(account)) for one in priced]
+        costs.sort(key=lambda one: one[1], reverse=True)
+        return [numbers[id(one)] for one, _ in costs]
+
+    def find_page(priced: Sequence[PricedIncident]) -> str | None:
         """Return the page of the most expensive incident."""
         if not priced:
             return None
@@ -77,11 +85,12 @@ def report_view(report: Report, link: Link) -> dict[str, Any]:
                 "what": what,
                 "seconds": span.total_seconds(),
                 "share": span.total_seconds() / wall if wall else 0.0,
-                "link": find_page([one for one in report.incidents if one.cost(account)])
-                or link(report.jobs[0], report.end),
+                "link": find_page(found) or link(report.jobs[0], report.end),
+                "which": number(found, account),
             }
             for account, what in ACCOUNTS.items()
             if (span := report.total(account))
+            for found in [[one for one in report.incidents if one.cost(account)]]
         ],
         "runs": [
             {
@@ -125,9 +134,8 @@ def report_view(report: Report, link: Link) -> dict[str, Any]:
                     "relaunch": _seconds(row.relaunch),
                     "regain": _seconds(row.regain),
                 },
-                "link": find_page(
-                    [one for one in report.incidents if one.incident.cause is row.cause]
-                ),
+                "link": find_page(row.incidents),
+                "which": number(row.incidents),
             }
             for row in report.causes
         ],
@@ -139,9 +147,8 @@ def report_view(report: Report, link: Link) -> dict[str, Any]:
                 "causes": [cause.value for cause in row.causes],
                 "jobs": list(row.jobs),
                 "recent": row.recent,
-                "link": find_page(
-                    [one for one in report.incidents if one.incident.nodes[:1] == (row.node,)]
-                ),
+                "link": find_page(row.incidents),
+                "which": number(row.incidents),
             }
             for row in report.nodes
         ],
@@ -151,8 +158,8 @@ def report_view(report: Report, link: Link) -> dict[str, Any]:
                 "for": row.whom,
                 "seconds": row.span.total_seconds(),
                 "incidents": row.count,
-                "link": find_page([one for one in report.incidents if one.cost(row.account)])
-                or link(row.job, report.start),
+                "link": find_page(row.incidents) or link(row.job, report.start),
+                "which": number(row.incidents, row.account),
             }
             for row in report.waits
         ],

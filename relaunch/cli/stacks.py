@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -73,9 +72,16 @@ async def read(client: Client, task_queue: str, job: str, rank: int | None) -> R
     return answer
 
 
-def rows(found: ReadStacksOutput) -> list[dict[str, Any]]:
-    """Return the value of `stacks --json`; its keys are a stable interface."""
-    return [asdict(one) for one in found.stacks]
+def row(one: Stack) -> dict[str, Any]:
+    """Return an entry of `stacks --json`; its keys are a stable interface."""
+    return {
+        "rank": one.rank,
+        "node": one.node,
+        "pid": one.pid,
+        "text": one.text,
+        "where": one.where,
+        "group": one.group,
+    }
 
 
 def lines(found: ReadStacksOutput, rank: int | None) -> list[str]:

@@ -101,6 +101,7 @@ class CauseCost:
     """Examination and repair of those incidents that had one."""
     relaunch: timedelta | None
     regain: timedelta | None
+    incidents: tuple[PricedIncident, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,7 @@ class NodeCost:
     jobs: tuple[str, ...]
     recent: int = 0
     """Those in the newer half of the time."""
+    incidents: tuple[PricedIncident, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,7 @@ class JobWait:
     span: timedelta
     count: int
     """Incidents in which it waited; 0: it waited without one."""
+    incidents: tuple[PricedIncident, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,6 +367,7 @@ def _list_causes(priced: Sequence[PricedIncident]) -> tuple[CauseCost, ...]:
             _median(span for one in found if (span := one.cost(*REPAIRING))),
             _median(span for one in found if (span := one.cost(*RELAUNCHING))),
             _median(took for one in found if (took := one.regained_after) is not None),
+            tuple(found),
         )
         for cause, found in by_cause.items()
     ]
@@ -394,6 +398,7 @@ def _list_nodes(priced: Sequence[PricedIncident], trend: Trend | None) -> tuple[
                 tuple(dict.fromkeys(one.incident.cause for one in found)),
                 tuple(dict.fromkeys(one.job for one in found)),
                 sum(trend is not None and one.incident.opened > trend.newer.start for one in found),
+                tuple(found),
             )
         )
     return tuple(sorted(rows, key=lambda row: (-row.price, -row.count, row.node))[:WORST_NODES])
@@ -468,18 +473,18 @@ def _list_waits(job: JobState, priced: Sequence[PricedIncident]) -> list[JobWait
     rows = []
     for account, whom in WAITS.items():
         if span := job.ledger.totals.get(account, NONE):
-            count = sum(bool(one.cost(account)) for one in priced)
-            rows.append(JobWait(job.name, account, whom, span, count))
-    by_node: dict[tuple[Account, str], list[timedelta]] = {}
+            found = tuple(one for one in priced if one.cost(account))
+            rows.append(JobWait(job.name, account, whom, span, len(found), found))
+    by_node: dict[tuple[Account, str], list[PricedIncident]] = {}
     for one in priced:
         for account in REPAIRING:
-            if span := one.cost(account):
+            if one.cost(account):
                 names = join_names(one.incident.nodes, 2) or "all its nodes"
-                by_node.setdefault((account, names), []).append(span)
+                by_node.setdefault((account, names), []).append(one)
     verbs = {Account.EXAMINING: "the examination of", Account.REPAIRING: "the repair of"}
-    for (account, node), spans in by_node.items():
-        whom = f"{verbs[account]} {node}"
-        rows.append(JobWait(job.name, account, whom, sum(spans, NONE), len(spans)))
+    for (account, node), named in by_node.items():
+        whom, span = f"{verbs[account]} {node}", sum((one.cost(account) for one in named), NONE)
+        rows.append(JobWait(job.name, account, whom, span, len(named), tuple(named)))
     return sorted(rows, key=lambda row: -row.span)
 
 

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from relaunch.evidence.causes import Cause
-from relaunch.spec.fleet import NoticeEvent
+from relaunch.spec.fleet import SEVERITIES, NoticeEvent, Severity
 from relaunch.text import count_noun, escape_controls, join_names, printable
 
 JSON_VERSION = 1
@@ -176,6 +176,16 @@ class NotifierInput:
     inbox: tuple[Notice, ...] = ()
 
 
+def find_severity(event: MessageEvent) -> Severity:
+    return "info" if event == "test" else SEVERITIES[event]
+
+
+def find_grade(notices: Sequence[Notice]) -> Severity | Literal["resolved"]:
+    """Return the gravest severity of the open notices; "resolved" if none is open."""
+    opened = {find_severity(one.event) for one in notices if one.state == "open"}
+    return next((one for one in get_args(Severity) if one in opened), "resolved")
+
+
 def make_test_notice(fleet: str, by: str, worker: str, at: datetime) -> Notice:
     """Return a notice that is marked as a test. Each test of a fleet has the same key."""
     return Notice(
@@ -261,6 +271,7 @@ def format_json(
                 "key": notice.key,
                 "state": notice.state,
                 "event": notice.event,
+                "severity": find_severity(notice.event),
                 "at": notice.at.isoformat(timespec="seconds"),
                 "subject": notice.subject,
                 "reason": notice.reason,

@@ -44,3 +44,7 @@ class WorkerStatus:
     rules: dict[str, str] | None = None
     """A digest of the `access:` section of each fleet that it serves, by the fleet's name; empty:
     the file has none. None: it is of a release that does not say so."""
+    untaken: dict[str, dict[str, str]] | None = None
+    """What no channel takes of each fleet that has something of that kind, by the fleet's name:
+    events, each with which of its matters as a clause, empty for all. None: it is of a release that
+    does not say so."""

@@ -136,7 +136,11 @@ def apply_strategy_end(
     escalation: Escalation, state: RepairState, end: FinishRepair, now: datetime
 ) -> Escalation:
     """Record how a strategy ended; what it found of the node afterwards counts as an
-    examination."""
+    examination. One that the node no longer needs was not tried: the node is examined again."""
+    if state.recovered:
+        cancelled = state.cancel_reason or escalation.cancel_reason
+        escalation = replace(escalation, health=None, cancel_reason=cancelled)
+        return _log(escalation, now, str(state.strategy), end.reason)
     acted = state.attempts > 0 or state.proven_at is not None
     health = escalation.health
     if acted and state.health is not None:

@@ -17,7 +17,7 @@ from typing import assert_never
 from relaunch.evidence.catalog import Catalog
 from relaunch.evidence.fields import text
 from relaunch.evidence.findings import Verdict
-from relaunch.evidence.health import Health, add_diag, read_health
+from relaunch.evidence.health import NOT_DIAGNOSED, Health, add_diag, read_health
 from relaunch.evidence.nvml import bus_id
 from relaunch.repair.conditions import (
     can_switch_to_power,
@@ -76,6 +76,9 @@ from relaunch.spec.policy import Strategy
 
 PROBE_INTERVAL = timedelta(seconds=5)
 DRIVER_PROBE_INTERVAL = timedelta(seconds=10)
+ASKING_PROBE_INTERVALS = (timedelta(minutes=1), timedelta(minutes=5))
+"""Between two probes of a node about which a person is asked: the shortest at first, then a quarter
+of the time that the question has been open, up to the longest."""
 PROBE_TIMEOUT = timedelta(seconds=20)
 """A healthy node needs less than one second; a driver that hangs is given up after ten."""
 RESET_TIMEOUT = timedelta(minutes=2)
@@ -211,6 +214,8 @@ def apply_event(
             return _apply_approval(state, event, now)
         case PermitAnswered() if stage is Stage.ORDERING:
             return _apply_permit(state, event, now)
+        case NodeProbed() if stage is Stage.ASKING:
+            return _apply_probe_while_asked(state, event, now, catalog)
         case NodeProbed() if stage in (Stage.CHECKING, Stage.PROVING, Stage.EXAMINING):
             return _apply_probe(state, event, now, catalog)
         case NoAnswer() if stage is Stage.ORDERING:
@@ -249,10 +254,7 @@ def apply_event(
 def _apply_probe(
     state: RepairState, event: NodeProbed, now: datetime, catalog: Catalog
 ) -> RepairState:
-    rules = state.rules
-    health = read_health(
-        event.answer, None, expected_gpus=rules.expected_gpus, level=rules.level, catalog=catalog
-    )
+    health = _read_probe(state, event, catalog)
     if not health.boot_id:
         reason = f"its answer cannot be read: {health.reason}"
         return _miss_answer(state, reason, now, silent=False)
@@ -317,7 +319,7 @@ def _check(state: RepairState, health: Health, now: datetime) -> RepairState:
             acknowledged=True,
         )
         return _prove(state, health, now)
-    if state.boot_id and health.boot_id != state.boot_id:
+    if _is_rebooted(state, health):
         return _prove(state, health, now)
     gpus = tuple(dict.fromkeys(bus_id(gpu, health.seen) or gpu for gpu in state.gpus))
     return _request_order(replace(state, boot_id=health.boot_id, gpus=gpus), health, now)
@@ -348,7 +350,74 @@ def _switch_to_power(state: RepairState, now: datetime, reason: str) -> RepairSt
     return _log(state, now, "PowerCycle", f"{reason}; power-cycling {state.node} instead")
 
 
-# --- ASKING: a person's approval
+# --- ASKING: a person's approval, while the node is probed
+
+
+def find_asking_interval(asked_for: timedelta) -> timedelta:
+    """Return the time to the next probe, given how long the question has been open."""
+    shortest, longest = ASKING_PROBE_INTERVALS
+    return min(longest, max(shortest, asked_for / 4))
+
+
+def explain_settled(state: RepairState, event: RepairEvent, catalog: Catalog) -> str:
+    """Return why a probe makes the question needless, as a clause; empty: it still stands.
+
+    A node that a person has rebooted is examined as after a reboot that was ordered. What an
+    examination has found counts no longer once a probe, which showed a fault before, reads
+    everything and shows none: the node is examined again. What only DCGM shows is not looked for.
+    """
+    if state.stage is not Stage.ASKING or not isinstance(event, NodeProbed):
+        return ""
+    health = _read_probe(state, event, catalog, level=0)
+    if not health.boot_id or is_own_id(state, health.held):
+        return ""
+    if _is_rebooted(state, health):
+        return f"{state.node} was rebooted meanwhile"
+    if not state.rules.by_examination:
+        return ""
+    if health.verdict is Verdict.HEALTHY and _did_show_fault(state):
+        return f"a probe finds no fault of {state.node} any more"
+    return ""
+
+
+def _did_show_fault(state: RepairState) -> bool:
+    """Return whether the probe before the question showed a fault, or could not read everything."""
+    if state.silent_since is not None:
+        return True
+    health = state.health
+    return health is not None and (
+        health.verdict is Verdict.UNHEALTHY or any(one != NOT_DIAGNOSED for one in health.unread)
+    )
+
+
+def _apply_probe_while_asked(
+    state: RepairState, event: NodeProbed, now: datetime, catalog: Catalog
+) -> RepairState:
+    settled = explain_settled(state, event, catalog)
+    if not settled:
+        return state
+    health = _read_probe(state, event, catalog)
+    state = _log(state, now, event.kind, f"{settled}; the question is withdrawn")
+    state = replace(state, ask_until=None, missing_answer="", silent_since=None)
+    if _is_rebooted(state, health):
+        return _prove(_keep_health(state, health), health, now)
+    return _end(replace(state, recovered=True), now, "refused", settled)
+
+
+def _is_rebooted(state: RepairState, health: Health) -> bool:
+    return bool(state.boot_id) and health.boot_id != state.boot_id
+
+
+def _read_probe(
+    state: RepairState, event: NodeProbed, catalog: Catalog, level: int | None = None
+) -> Health:
+    return read_health(
+        event.answer,
+        None,
+        expected_gpus=state.rules.expected_gpus,
+        level=state.rules.level if level is None else level,
+        catalog=catalog,
+    )
 
 
 def _apply_approval(state: RepairState, event: PersonAnswered, now: datetime) -> RepairState:

@@ -59,6 +59,9 @@ class RepairRules:
     """The fleet file has a command that cycles the node's power."""
     job_waits: bool = False
     """A job waits for the repair until the deadline: what cannot end by then is not started."""
+    by_examination: bool = False
+    """An examination has chosen the strategy: a node that is found healthy before is not
+    repaired."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +123,8 @@ class RepairState:
     verdict: Verdict | None = None
     conclusion: str = ""
     """Why the repair ended with this outcome."""
+    recovered: bool = False
+    """The fault was gone while a person was asked: the node has to be examined again."""
 
 
 # --- events: what has happened

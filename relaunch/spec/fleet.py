@@ -6,7 +6,9 @@ The command line reads the file (YAML, lines, paths).
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from datetime import timedelta
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal, Self, get_args
 from urllib.parse import urlsplit
 
@@ -259,6 +261,30 @@ MIN_HEARTBEAT_INTERVAL = timedelta(seconds=10)
 
 NoticeEvent = Literal["question", "failed", "quarantine", "breaker", "waiting", "slow_node"]
 """What people are notified of; docs/notifications.md describes each."""
+Severity = Literal["critical", "warning", "info"]
+"""The gravest first."""
+SEVERITIES: Mapping[str, Severity] = {
+    "question": "critical",
+    "breaker": "critical",
+    "failed": "warning",
+    "quarantine": "warning",
+    "waiting": "warning",
+    "slow_node": "info",
+}
+"""The same as those of the alerts in deploy/prometheus/rules.yml."""
+EVENTS_OF_JOBS: tuple[NoticeEvent, ...] = ("question", "failed", "waiting", "slow_node")
+"""What always has a job, except that a question may be that of a repair alone."""
+EVENTS_WITH_CAUSE: tuple[NoticeEvent, ...] = ("question", "failed", "quarantine", "waiting")
+"""What may have a cause."""
+
+
+def _check_job_pattern(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9._*?\[\]!-]{1,100}", value):
+        raise ValueError(
+            f"{value[:60]!r} matches no name of a job: expected letters, digits, '.', '_' and '-',"
+            " with * for any characters, ? for one and [ab] for one of these, such as llama-*"
+        )
+    return value
 
 
 class Channel(StrictModel):
@@ -275,8 +301,15 @@ class Channel(StrictModel):
     """An address of apprise, such as `mailto://…`."""
     events: tuple[NoticeEvent, ...] = Field(default=get_args(NoticeEvent), min_length=1)
     """What is sent here (docs/notifications.md)."""
+    severities: tuple[Severity, ...] = Field(default=get_args(Severity), min_length=1)
+    """Only events of these severities (docs/notifications.md)."""
     causes: tuple[Cause, ...] = ()
     """Only matters with one of these causes, and those that have none; empty: all."""
+    jobs: tuple[Annotated[str, AfterValidator(_check_job_pattern)], ...] = Field(
+        default=(), max_length=64
+    )
+    """Only matters of jobs whose name matches one of these, such as `llama-*`, and none that belong
+    to no job; empty: all."""
 
     @field_validator("webhook", "apprise", mode="before")
     @classmethod
@@ -296,7 +329,36 @@ class Channel(StrictModel):
             raise ValueError("a channel has exactly one address: webhook or apprise")
         if self.secret is not None and self.webhook is None:
             raise ValueError("secret signs what is sent to a webhook, and this channel has none")
+        if not self.list_events():
+            events = ", ".join(f"{one} ({SEVERITIES[one]})" for one in self.events)
+            jobs = ", and jobs matches none without a job" if self.jobs else ""
+            raise ValueError(
+                f"it takes nothing: its events are {events}, its severities"
+                f" {', '.join(self.severities)}{jobs}"
+            )
         return self
+
+    def list_events(self) -> tuple[NoticeEvent, ...]:
+        """Return the events of which it takes some matters at least."""
+        return tuple(
+            one
+            for one in self.events
+            if SEVERITIES[one] in self.severities and (not self.jobs or one in EVENTS_OF_JOBS)
+        )
+
+    def takes(self, event: str, cause: Cause | None, job: str) -> bool:
+        """Whether a matter is sent here.
+
+        Args:
+            event: What it is.
+            cause: Its cause; None: it has none.
+            job: The name of its job; empty: it has none.
+        """
+        return (
+            event in self.list_events()
+            and (not self.causes or cause is None or cause in self.causes)
+            and (not self.jobs or any(bool(job) and fnmatchcase(job, one) for one in self.jobs))
+        )
 
     @property
     def name(self) -> str:
@@ -319,6 +381,51 @@ def name_channels(channels: tuple[Channel, ...]) -> dict[str, Channel]:
         same = sum(one.name == channel.name for one in named.values())
         named[f"{channel.name} {same + 1}" if same else channel.name] = channel
     return named
+
+
+def find_untaken(channels: tuple[Channel, ...]) -> dict[str, str]:
+    """Return the events that no channel takes, each with which of its matters, as a clause.
+
+    The clause is empty where no channel takes any of them.
+    """
+    found: dict[str, str] = {}
+    for event in SEVERITIES:
+        able = [one for one in channels if event in one.list_events()]
+        clauses = []
+        patterns = dict.fromkeys(job for one in able for job in one.jobs)
+        unbound = [one for one in able if not one.jobs]
+        if patterns and "*" not in patterns:
+            # Of a job that no pattern matches.
+            others = f"of jobs other than {', '.join(patterns)}"
+            clauses.append(_describe_causes(event, unbound, others))
+        else:
+            clauses.append(_describe_causes(event, able, ""))
+        if event == "question" and able and not unbound:
+            clauses.append("of repairs that no job has ordered")
+        if missed := [one for one in clauses if one is not None]:
+            found[event] = ", and ".join(missed)
+    return found
+
+
+def _describe_causes(event: str, able: list[Channel], whose: str) -> str | None:
+    """Return which matters of an event these channels do not take; None: they take all."""
+    if not able:
+        return whose
+    if event not in EVENTS_WITH_CAUSE or not all(one.causes for one in able):
+        return None
+    taken = {cause for one in able for cause in one.causes}
+    if len(taken) == len(Cause):
+        return None
+    names = ", ".join(one for one in Cause if one in taken)
+    return f"{whose} with a cause other than {names}".strip()
+
+
+def describe_untaken(untaken: Mapping[str, str]) -> str:
+    """Return what no channel takes, as a clause."""
+    groups: dict[str, list[str]] = {}
+    for event, which in untaken.items():
+        groups.setdefault(which, []).append(event)
+    return "; ".join(f"{', '.join(events)} {which}".strip() for which, events in groups.items())
 
 
 class DeadManSwitch(StrictModel):

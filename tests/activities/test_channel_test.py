@@ -4,7 +4,9 @@ runs the activity at once.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any, cast
 
 import pytest
@@ -15,7 +17,15 @@ from temporalio.exceptions import TimeoutError as ActivityTimeout
 from relaunch.activities.notify import PeopleActivities
 from relaunch.cli import channel_test
 from relaunch.config import ConfigError
-from relaunch.messages.notices import SendTestInput, SendTestResult
+from relaunch.evidence.causes import Cause
+from relaunch.messages.notices import (
+    AddressedNotice,
+    DeliverInput,
+    Delivery,
+    Notice,
+    SendTestInput,
+    SendTestResult,
+)
 from tests.activities.harness import environment, stand
 from tests.fakes.nodes import SimulatedBackend
 from tests.receivers import webhook
@@ -87,3 +97,33 @@ async def test_without_a_channel_a_fleet_or_a_worker_nothing_is_sent(
     server.lost = True
     with pytest.raises(ConfigError, match="no worker answers for fleet default"):
         await send(server)
+
+
+async def test_each_channel_gets_the_matters_that_its_keys_choose(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    about = {"reason": "it broke", "at": datetime(2026, 11, 26, tzinfo=UTC)}
+    notices = (
+        Notice("question", "ask", "a", **about, job="llama-7b", cause=Cause.GPU_FATAL),
+        Notice("failed", "end", "b", **about, job="llama-7b", cause=Cause.HANG),
+        Notice("failed", "other", "c", **about, job="bert"),
+        Notice("breaker", "breaker", "d", **about),
+    )
+    chosen: dict[str, tuple[dict[str, list[str]], list[str]]] = {
+        "everything": ({}, ["ask", "end", "other", "breaker"]),
+        "pager": ({"severities": ["critical"]}, ["ask", "breaker"]),
+        "team": ({"jobs": ["llama-*", "x"]}, ["ask", "end"]),
+        "hangs of the team": ({"jobs": ["llama-*"], "causes": ["HANG"]}, ["end"]),
+        "hangs": ({"causes": ["HANG"]}, ["end", "other", "breaker"]),
+        "one letter": ({"jobs": ["ber[st]", "LLAMA-?b"]}, ["other"]),
+    }
+    with ExitStack() as stack:
+        hooks = {name: stack.enter_context(webhook()) for name in chosen}
+        server = Server(*({"webhook": hooks[one].url, **chosen[one][0]} for one in chosen))
+        message = Delivery(1, tuple(AddressedNotice(one) for one in notices))
+        await environment().run(server.people.deliver_notices, DeliverInput("default", message))
+        got = {name: [one["key"] for one in hook.notices] for name, hook in hooks.items()}
+        severities = [one["severity"] for one in hooks["everything"].notices]
+    assert got == {name: keys for name, (_, keys) in chosen.items()}
+    assert severities == ["critical", "warning", "warning", "critical"]

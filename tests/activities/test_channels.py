@@ -7,6 +7,8 @@ import hashlib
 import hmac
 import json
 import time
+from dataclasses import replace
+from datetime import UTC, datetime
 from email.policy import default
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 
 from relaunch.activities import channels
 from relaunch.activities.channels import SIGNATURE, ChannelError, ChannelSender, Message
+from relaunch.messages.notices import Notice, find_grade
 from relaunch.spec.fleet import Channel
 from tests.receivers import find_port, mail_server, webhook
 
@@ -114,6 +117,24 @@ async def test_apprise_sends_a_mail() -> None:
     assert mail["Subject"] == MESSAGE.subject and "ada@b.de" in mail["To"]
     part = mail.get_body(("plain",))
     assert part is not None and MESSAGE.text in part.get_content()
+
+
+async def test_apprise_gets_the_gravest_of_what_is_open() -> None:
+    question = Notice("question", "k", "job a waits", "Xid 79", datetime.now(UTC))
+    failed = replace(question, event="failed")
+    grades = (
+        ((failed, question), "failure"),
+        ((failed,), "warning"),
+        ((replace(failed, event="slow_node"),), "info"),
+        ((failed, replace(question, state="resolved")), "warning"),
+        ((replace(question, state="resolved"),), "success"),
+    )
+    with webhook() as received:
+        address = received.url.replace("http://", "json://")
+        for notices, kind in grades:
+            message = replace(MESSAGE, grade=find_grade(notices))
+            await ChannelSender().send("it", Channel(apprise=address), message)
+            assert received.bodies[-1]["type"] == kind
 
 
 @pytest.mark.parametrize("form", ["", "&format=html"])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +46,22 @@ def test_values_are_replaced_in_each_form_that_a_program_prints() -> None:
     assert "planted" not in str(said) and "word" not in str(said)
     assert said["a"][0].startswith("[redacted HF_TOKEN], {'t': '[redacted HF_TOKEN]'} https://user")
     assert said["[redacted HF_TOKEN]"] == "[redacted OTHER]" and said["a"][2:] == [7, None]
+
+
+@pytest.mark.parametrize("encode", [base64.b64encode, base64.urlsafe_b64encode])
+@pytest.mark.parametrize("secret", [SECRET, "?~?~?~?>", "pässword"])
+def test_a_value_is_replaced_in_base64_wherever_it_begins(
+    secret: str, encode: Callable[[bytes], bytes]
+) -> None:
+    redactor = make_redactor("HF_TOKEN", HF_TOKEN=secret)
+    for before, after in product(range(5), range(4)):
+        whole = b"a" * before + secret.encode() + b"z" * after
+        said = redactor.redact(f"Authorization: Basic {encode(whole).decode()}\n")
+        assert "[redacted HF_TOKEN]" in said
+        # At each end one character has bits of a neighbour as well, and some of the value.
+        first, _, last = said.partition("Basic ")[2].strip().partition("[redacted HF_TOKEN]")
+        assert len(first) == -(-before * 8 // 6)
+        assert len(last) == len(encode(whole)) - (before + len(secret.encode())) * 8 // 6
 
 
 def test_which_variables_count_and_what_is_too_short() -> None:

@@ -13,7 +13,12 @@ from temporalio.client import Client
 from temporalio.service import RPCError, RPCStatusCode
 
 from relaunch.cli import worker_status
-from relaunch.cli.doctor import examine_files, examine_heartbeats, examine_rules
+from relaunch.cli.doctor import (
+    examine_files,
+    examine_heartbeats,
+    examine_routes,
+    examine_rules,
+)
 from relaunch.config import Settings
 from relaunch.messages.workers import HeartbeatStatus, UnusableFile, WorkerStatus
 from relaunch.worker import make_fleets
@@ -111,6 +116,34 @@ def test_a_worker_without_the_rules_of_a_fleet_is_named() -> None:
         assert "not known to worker 1@b: it takes every order" in found.text
     (found,) = examine_rules([knows, WorkerStatus("1@b", rules={"gpus": "d2"})])
     assert "differ" in found.text
+
+
+def test_matters_that_no_channel_takes_are_named(tmp_path: Path) -> None:
+    """Only what is critical needs an action; old workers say nothing."""
+    address = "apprise: 'a://b'"
+    team = f"{{{address}, jobs: ['llama-*']}}"
+    channels = {
+        "all": f"notify: [{{{address}}}]",
+        "grave": f"notify: [{{{address}, severities: [critical, warning]}}]",
+        "team": f"notify: [{team}, {{{address}, events: [breaker, quarantine], causes: [HANG]}}]",
+        "none": "",
+    }
+    files = []
+    for name, notify in channels.items():
+        files.append(tmp_path / f"{name}.yaml")
+        nodes = "nodes: [{name: a, address: localhost}]"
+        files[-1].write_text(f"name: {name}\nbackend: local\n{nodes}\n{notify}\n")
+    untaken = make_fleets(Settings(state=tmp_path / "state", fleets=tuple(files))).list_untaken()
+    found = examine_routes([WorkerStatus("1@old"), WorkerStatus("1@a", untaken=untaken)])
+    grave, none, some = found
+    assert [one.subject for one in found] == [f"channels of {x}" for x in ("grave", "none", "team")]
+    assert (grave.text, grave.action) == ("no channel takes slow_node", "")
+    assert "it has none" in none.text and not none.action
+    assert some.action and some.text == (
+        "no channel takes question of jobs other than llama-*, and of repairs that no job has"
+        " ordered; failed, waiting, slow_node of jobs other than llama-*; quarantine with a cause"
+        " other than HANG"
+    )
 
 
 def test_a_digest_of_rules_is_that_of_their_meaning(tmp_path: Path) -> None:

@@ -149,6 +149,20 @@ FLEET_MISTAKES = (
     (FLEET + "notify: [{apprise: 'a://b', events: []}]\n", 5, ("events", "at least one")),
     (FLEET + "notify: [{apprise: 'a://b', causes: [FIRE]}]\n", 5, ("causes", "HANG")),
     (FLEET + "notify: [{apprise: 'a://b', event: [failed]}]\n", 5, ("events",)),
+    (FLEET + "notify: [{apprise: 'a://b', severities: [loud]}]\n", 5, ("critical", "'loud'")),
+    (FLEET + "notify: [{apprise: 'a://b', severity: [info]}]\n", 5, ("severities",)),
+    (FLEET + "notify: [{apprise: 'a://b', jobs: ['a b']}]\n", 5, ("'a b'", "llama-*")),
+    (FLEET + "notify: [{apprise: 'a://b', jobs: llama}]\n", 5, ("jobs", "list")),
+    (
+        FLEET + "notify: [{apprise: 'a://b', events: [failed], severities: [critical]}]\n",
+        5,
+        ("takes nothing", "failed (warning)"),
+    ),
+    (
+        FLEET + "notify: [{apprise: 'a://b', events: [breaker], jobs: ['a*']}]\n",
+        5,
+        ("takes nothing", "breaker (critical)"),
+    ),
     (FLEET + "webhook: hf_secret\n", 5, ("notify",)),
     # the dead man's switch
     (FLEET + "heartbeat: https://h/hf_secret\n", 5, ("heartbeat",)),

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from relaunch.cli.report_page import make_page, write_page
+from relaunch.cli.report_page import LISTED, make_page, write_page
 from relaunch.cli.report_views import report_lines, report_view
 from relaunch.cli.reports import EventLinks
 from relaunch.config import ConfigError
@@ -87,6 +87,36 @@ def test_a_page_needs_nothing_but_itself() -> None:
         re.findall(rf'href="({re.escape(UI)}/history/events/\d+)"', text)
     )
     assert "http" not in make_page(view_of(12, linked=False))
+
+
+def test_each_number_of_a_page_leads_to_its_incidents() -> None:
+    for view in (mixed_view(), view_of(40)):
+        text = make_page(view)
+        targets = set(re.findall(r'id="([^"]+)"', text))
+        assert {one for one in re.findall(r'href="#([^"]+)"', text)} <= targets
+        rows = dict(re.findall(r'<tr id="(of-[^"]+)">(.*?)</tr>', text))
+        for name, key in (("accounts", "account"), ("causes", "cause")):
+            for one in view[name]:
+                target = f"of-{'cause-' if key == 'cause' else ''}{one[key]}"
+                linked = re.findall(r'href="#incident-(\d+)"', rows.get(target, ""))
+                assert list(map(int, linked)) == one["which"][:LISTED]
+                assert f'href="#{target if one["which"] else "generations"}"' in text
+        for at, one in enumerate(view["nodes"]):
+            row = rows[f"of-node-{at}"]
+            assert (
+                row.count("#incident-") == min(LISTED, one["count"]) == len(one["which"][:LISTED])
+            )
+            assert all(
+                view["incidents"][number]["nodes"][0] == one["node"] for number in one["which"]
+            )
+        costs = [
+            view["incidents"][number]["costs"]["lost_work"]
+            for one in view["accounts"]
+            if one["account"] == "lost_work"
+            for number in one["which"]
+        ]
+        assert costs and costs == sorted(costs, reverse=True)
+    assert 'more <a href="#incidents">below' in text
 
 
 def test_what_others_wrote_is_text_in_a_page() -> None:

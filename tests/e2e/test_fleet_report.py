@@ -201,7 +201,8 @@ MEASURE = """<script>document.title = [document.documentElement.scrollWidth <= i
 document.querySelectorAll('.period').length,
 [...document.querySelectorAll('#nodes tr')].slice(1).map(one => one.cells[0].innerText).join(','),
 document.querySelector('#trend').innerText,
-[...document.querySelectorAll('td.n a, tr td a')].every(one => one.href.includes('/workflows/job'))
+[...document.querySelectorAll('a')].map(one => one.getAttribute('href')).every(
+  one => one[0] === '#' ? document.querySelector(one) : one.includes('/workflows/job'))
 ].join(' | ')</script></body>"""
 
 

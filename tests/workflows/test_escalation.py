@@ -429,6 +429,58 @@ async def test_each_thing_that_acts_is_asked_for_by_itself(server: Client, sick:
         assert [command for command in one.did if command != "diagnose"] == ["reset-gpus"]
 
 
+@pytest.mark.parametrize(
+    "strategy",
+    [None, Strategy.REBOOT_NODE],
+    ids=["chosen by an examination", "ordered"],
+)
+async def test_a_reboot_by_hand_withdraws_the_question(
+    skipping: WorkflowEnvironment, strategy: Strategy | None
+) -> None:
+    sick = Sick(node="n1", recovery_action=(0, 2), until="reboot")
+    async with world(skipping.client, sick, repairs="ask") as one:
+        repair = await one.order(strategy)
+        await one.until_asked(repair, Strategy.REBOOT_NODE)
+        one.backend.lose_power("n1")
+        ended = await one.end_of(repair)
+        assert (ended.outcome, ended.verdict) == ("done", Verdict.HEALTHY), ended.reason
+        assert "rebooted, but not by this repair" in ended.reason
+        assert one.told.requests == [] and "reboot" not in one.did
+        opened, resolved = one.told.notices
+        assert (opened.state, resolved.state) == ("open", "resolved")
+        assert resolved.reason == "n1 was rebooted meanwhile"
+        assert resolved.at - opened.at < timedelta(minutes=2)
+
+
+async def test_a_question_is_withdrawn_once_the_fault_is_gone(
+    skipping: WorkflowEnvironment,
+) -> None:
+    """A person has reset the GPU; what a reset cures here is as if it never was."""
+    async with world(skipping.client, BY_RESET, repairs="ask") as one:
+        repair = await one.order()
+        await one.until_asked(repair, Strategy.RESET_GPU)
+        one.backend.recover("n1")
+        ended = await one.end_of(repair)
+        assert (ended.outcome, ended.verdict) == ("done", Verdict.HEALTHY), ended.reason
+        assert "no repair was needed" in ended.reason
+        assert one.did == ["diagnose", "diagnose"] and one.told.requests == []
+        assert one.told.notices[-1].reason == "a probe finds no fault of n1 any more"
+
+
+async def test_a_persons_order_is_asked_about_to_its_end(
+    skipping: WorkflowEnvironment,
+) -> None:
+    """They know why; the node stays sick or healthy, and the question open to its end."""
+    async with world(skipping.client, BY_RESET, repairs="ask") as one:
+        repair = await one.order(Strategy.REBOOT_NODE)
+        await one.until_asked(repair, Strategy.REBOOT_NODE)
+        one.backend.recover("n1")
+        ended = await one.end_of(repair)
+        assert (ended.outcome, ended.verdict) == ("refused", Verdict.UNKNOWN)
+        assert one.did == []
+        assert one.told.notices[-1].reason == "there was no answer in time"
+
+
 async def test_a_refused_reset_is_followed_by_an_examination_first(
     skipping: WorkflowEnvironment,
 ) -> None:

@@ -54,7 +54,13 @@ with workflow.unsafe.imports_passed_through():
         choose_next,
     )
     from relaunch.repair.explain import describe_order
-    from relaunch.repair.machine import begin, step
+    from relaunch.repair.machine import (
+        PROBE_TIMEOUT,
+        begin,
+        explain_settled,
+        find_asking_interval,
+        step,
+    )
     from relaunch.repair.state import (
         AskPerson,
         FinishRepair,
@@ -93,6 +99,9 @@ up to 25 minutes, DCGM 15."""
 MAX_TIMER_SUMMARY = 200
 TELL_TIMEOUT = timedelta(seconds=10)
 """How long a repair that has ended waits for its notices to be posted. A job may wait for it."""
+
+ASKING_PROBES_PATCH = "probe-while-asked"
+"""Repairs that began before it wait for the answer only."""
 
 MAX_ORDERED_REPAIR = REPAIR_PROOF_LIFETIME / 2
 """How long a repair may take that a person orders where `access` is set; the command line gives it
@@ -271,6 +280,7 @@ class NodeRepair:
                 answer_timeout=start.answer_within,
                 has_power_command=terms.power,
                 job_waits=bool(start.job),
+                by_examination=start.strategy is None,
             ),
             now=workflow.now(),
             deadline=deadline,
@@ -363,23 +373,50 @@ class NodeRepair:
         )
 
     async def _ask_person(self, state: RepairState, decision: AskPerson) -> RepairEvent:
-        """Show the question on the page of the waiting job, too, and wait for the answer."""
+        """Show the question on the page of the waiting job, too, and wait for the answer, or until
+        the node shows that none is needed any more."""
         how = f"Answer with `relaunch answer {self._input.job} approve` or `deny`"
         question = f"{decision.question} {how}; without an answer it is not done"
         await self._show_question(question, decision.until)
         unanswered = f"without an answer, relaunch does not {describe_order(state)}"
         asked = self._describe_question(decision.question, unanswered)
         self._tell_people(asked)
-        is_answered = await self._wait_until(decision.until, unanswered)
+        is_answered, probe, settled = await self._await_answer(state, decision, unanswered)
         await self._show_question("", None)
-        ended = "it was answered" if is_answered else "there was no answer in time"
+        ended = "it was answered" if is_answered else settled or "there was no answer in time"
         cancels = [one for one in self._inbox if isinstance(one, RepairCancelRequested)]
         if cancels:
             ended = f"the repair was cancelled: {cancels[0].reason}"
         self._tell_people(
             replace(asked, state="resolved", reason=ended, at=workflow.now(), wanted="", command="")
         )
+        if probe is not None:
+            return probe
         return WaitEnded() if is_answered else TimeExpired()
+
+    async def _await_answer(
+        self, state: RepairState, decision: AskPerson, unanswered: str
+    ) -> tuple[bool, RepairEvent | None, str]:
+        """Wait for an answer, and probe the node meanwhile.
+
+        Returns:
+            Whether there is an answer; otherwise the probe that makes the question needless, with
+            the reason, if there is one.
+        """
+        asked_at, is_probed = workflow.now(), workflow.patched(ASKING_PROBES_PATCH)
+        while True:
+            now = workflow.now()
+            at = decision.until
+            if is_probed:
+                at = min(at, now + find_asking_interval(now - asked_at))
+            if await self._wait_until(at, unanswered):
+                return True, None, ""
+            if workflow.now() >= decision.until:
+                return False, None, ""
+            why = f"a person is asked whether to {describe_order(state)}"
+            probe = await send_order(self._input, self._id, ProbeNode(PROBE_TIMEOUT, None, why))
+            if settled := explain_settled(state, probe, self._catalog):
+                return False, probe, settled
 
     def _describe_question(self, question: str, unanswered: str) -> Notice:
         start, info = self._input, workflow.info()

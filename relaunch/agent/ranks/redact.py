@@ -7,6 +7,7 @@ A log itself is not changed: it belongs to the rank, which has it open.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
@@ -23,6 +24,8 @@ HEAD_BYTES = 2
 OWN_VARIABLES = ("RELAUNCH_", "TORCHELASTIC_")
 """The agent sets these itself, and they are in names of folders and in messages anyway."""
 UNRESERVED = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~")
+
+URL_SAFE = bytes.maketrans(b"+/", b"-_")
 
 
 class Match(NamedTuple):
@@ -62,7 +65,8 @@ def make_record(environments: Iterable[Mapping[str, str]], names: Sequence[str])
 
 
 def _list_forms(value: str) -> List[bytes]:
-    """Return how a value may be printed: its lines as they are, in JSON, and in an address."""
+    """Return how a value may be printed: its lines as they are, in JSON, in an address, and in
+    base64."""
     forms = []
     for part in value.splitlines():
         text = part.strip()
@@ -70,6 +74,22 @@ def _list_forms(value: str) -> List[bytes]:
             raw = text.encode(errors="surrogateescape")
             quoted = "".join(chr(b) if b in UNRESERVED else f"%{b:02X}" for b in raw)
             forms += [raw, json.dumps(text)[1:-1].encode(), quoted.encode()]
+            forms += _list_base64(raw)
+    return forms
+
+
+def _list_base64(raw: bytes) -> List[bytes]:
+    """Return what is of the value alone in its base64, wherever it is in what was encoded.
+
+    Three bytes are four characters, so there are three ways, as in the header of basic
+    authentication after a name of any length. A character that has bits of a neighbour, too, stays.
+    """
+    forms = []
+    for before in range(3):
+        coded = base64.b64encode(bytes(before) + raw)
+        begin, end = -(-before * 8 // 6), (before + len(raw)) * 8 // 6
+        forms.append(coded[begin:end])
+        forms.append(forms[-1].translate(URL_SAFE))
     return forms
 
 

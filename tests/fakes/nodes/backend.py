@@ -104,6 +104,10 @@ class SimulatedBackend:
         """Reboot a node without an order."""
         self._node(node).reboot(down_for)
 
+    def recover(self, node: str) -> None:
+        """Cure a node without an order and without a reboot."""
+        self._node(node).machine.sick = ()
+
     def move(self, node: str, host: int) -> None:
         """Let another machine answer for a node, as after a change of its address.
 
