@@ -187,7 +187,8 @@ class Table:
                 file.write_text(json.dumps({**ASKS, "timeouts": TIMES, "max_restarts": limit}))
                 words = ("policy", "change", job, str(file), *reason)
             case [name, "JOB"]:
-                words = (name, await self.find_job(role, row), *reason)
+                job = await self.find_job(role, row)
+                words = (name, job, *reason)
             case ["nodes", "pause" | "resume"]:
                 words = (*command, *fleet, *reason)
             case ["nodes", "declare-dead", _]:
@@ -210,6 +211,8 @@ class Table:
             return text
         # A node without GPUs and without a switch has no resets and no power cycles.
         assert code == 0 or (row.permission == "repair" and f"{NODE}: " in text), (row, text)
+        if command[0] == "cancel":
+            await self.until_phase(job, "CANCELLED")
         return ""
 
 
