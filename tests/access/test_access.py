@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from itertools import product
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import typer.main
 from pydantic import ValidationError
 
 from relaunch.access.orders import (
@@ -27,8 +29,18 @@ from relaunch.access.orders import (
     read_signed,
 )
 from relaunch.access.signatures import SignatureError, verify
+from relaunch.cli.app import app
 from relaunch.spec.access import RESEARCHER, ROLES, Access, Permission
 from tests.access.keys import make_key, read_public, sign, sign_order
+from tests.access.table import (
+    BY_OTHER_NAMES,
+    COLUMNS,
+    ROWS,
+    UNCHECKED,
+    find_cell,
+    format_table,
+    read_page,
+)
 
 pytestmark = pytest.mark.skipif(
     shutil.which("ssh-keygen") is None, reason="ssh-keygen is not installed"
@@ -101,6 +113,25 @@ def test_each_role_may_do_what_its_rights_say(
             assert not verdict.refusal or verdict.refusal.startswith(f"{verdict.by} may not do it")
             cells += 1
     assert cells == (5 + 4 * 2) * (4 * 2 + 2)
+
+
+def test_the_table_of_the_page_is_that_of_the_rules() -> None:
+    cells = {(row.title, column): find_cell(column, row) for row in ROWS for column in COLUMNS}
+    assert format_table(cells) == read_page()
+
+
+def test_each_command_is_in_the_table_or_takes_no_right() -> None:
+    def list_commands(command: Any, name: str = "") -> Iterator[str]:
+        for word, one in getattr(command, "commands", {}).items():
+            yield from list_commands(one, f"{name} {word}".strip())
+        if not hasattr(command, "commands") and not command.hidden:
+            yield name
+
+    ordered = {" ".join(one for one in row.words.split() if one.islower()) for row in ROWS}
+    ordered = {one.partition(" --")[0].removesuffix(" deny") for one in ordered}
+    commands = set(list_commands(typer.main.get_command(app)))
+    known = {one.removesuffix(" approve") for one in ordered} | UNCHECKED | {*BY_OTHER_NAMES}
+    assert commands == known
 
 
 def test_without_rules_everyone_may_do_everything_under_any_name() -> None:

@@ -93,7 +93,7 @@ def test_each_number_of_a_page_leads_to_its_incidents() -> None:
     for view in (mixed_view(), view_of(40)):
         text = make_page(view)
         targets = set(re.findall(r'id="([^"]+)"', text))
-        assert {one for one in re.findall(r'href="#([^"]+)"', text)} <= targets
+        assert set(re.findall(r'href="#([^"]+)"', text)) <= targets
         rows = dict(re.findall(r'<tr id="(of-[^"]+)">(.*?)</tr>', text))
         for name, key in (("accounts", "account"), ("causes", "cause")):
             for one in view[name]:
@@ -101,14 +101,11 @@ def test_each_number_of_a_page_leads_to_its_incidents() -> None:
                 linked = re.findall(r'href="#incident-(\d+)"', rows.get(target, ""))
                 assert list(map(int, linked)) == one["which"][:LISTED]
                 assert f'href="#{target if one["which"] else "generations"}"' in text
-        for at, one in enumerate(view["nodes"]):
-            row = rows[f"of-node-{at}"]
-            assert (
-                row.count("#incident-") == min(LISTED, one["count"]) == len(one["which"][:LISTED])
-            )
-            assert all(
-                view["incidents"][number]["nodes"][0] == one["node"] for number in one["which"]
-            )
+        for index, one in enumerate(view["nodes"]):
+            listed = rows[f"of-node-{index}"].count("#incident-")
+            assert listed == min(LISTED, one["count"]) == len(one["which"][:LISTED])
+            suspects = {view["incidents"][number]["nodes"][0] for number in one["which"]}
+            assert suspects == {one["node"]}
         costs = [
             view["incidents"][number]["costs"]["lost_work"]
             for one in view["accounts"]
