@@ -388,7 +388,8 @@ def list_patterns() -> dict[str, Any]:
 def test_no_pattern_takes_long_for_the_longest_line() -> None:
     """The unit is what a pattern takes whose time grows by the square of a line."""
     digits = make_line("1", exits.MAX_LINE)
-    limit = 5 * measure(lambda: re.compile("1+2").search(digits))
+    unit = partial(re.compile("1+2").search, digits)
+    limit = 5 * measure(unit)
     slow = set()
     for name, pattern in list_patterns().items():
         length = kernel_log.MAX_LINE if " kernel " in name else exits.MAX_LINE
@@ -398,6 +399,7 @@ def test_no_pattern_takes_long_for_the_longest_line() -> None:
             call = partial(read, make_line(part, length))
             began = time.process_time()
             call()
-            if time.process_time() - began > limit and measure(call) > limit:
+            # What else the machine does slows both down: they are compared at the same moment.
+            if time.process_time() - began > limit and measure(call) > 5 * measure(unit):
                 slow.add((name, part))
     assert slow == set()

@@ -47,6 +47,7 @@ from relaunch.activities.records import RecordActivities
 from relaunch.activities.repairs import RepairActivities
 from relaunch.activities.running_watches import RunningWatches
 from relaunch.activities.watch import WatchActivities
+from relaunch.builds import deployment
 from relaunch.job.state import JobState, Phase
 from relaunch.messages.ids import FLEET_ID_PREFIX, NOTIFIER_ID_PREFIX
 from relaunch.messages.jobs import JobResult, TrainingJobInput
@@ -445,8 +446,15 @@ def activities(
 
 
 def worker(
-    client: Client, queue: str, fleets: SimulatedFleets, archive: Path, *, cached: int = MAX_CACHED
+    client: Client,
+    queue: str,
+    fleets: SimulatedFleets,
+    archive: Path,
+    *,
+    cached: int = MAX_CACHED,
+    build: str = "",
 ) -> Worker:
+    """A worker of this build, or of none."""
     runner = CountingRunner()
     worker = Worker(
         client,
@@ -458,6 +466,7 @@ def worker(
         # Without the limit of 2 s for a workflow task, which a busy machine exceeds.
         debug_mode=True,
         max_cached_workflows=cached,
+        deployment_config=deployment(queue, build) if build else None,
         max_heartbeat_throttle_interval=timedelta(milliseconds=100),
         graceful_shutdown_timeout=timedelta(seconds=5),
     )
@@ -483,6 +492,7 @@ async def rig(
     notify: list[dict[str, Any]] | None = None,
     is_patched: bool = False,
     access: dict[str, Any] | None = None,
+    build: str = "",
 ) -> AsyncIterator[Rig]:
     more = {"limits": limits or {}, "notify": notify or [], "access": access}
     spec = fleet(nodes, spares, gpus, repairs, name, **more)
@@ -492,7 +502,7 @@ async def rig(
     await end_unserved_fleet(made)
     SERVED.add(made.queue)
     try:
-        async with worker(client, made.queue, fleets, archive, cached=cached):
+        async with worker(client, made.queue, fleets, archive, cached=cached, build=build):
             try:
                 yield made
             finally:

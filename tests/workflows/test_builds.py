@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +17,11 @@ from temporalio.runtime import Runtime, TelemetryConfig
 from temporalio.service import RPCError, RPCStatusCode
 from temporalio.worker import Worker
 
-from relaunch.builds import deployment, make_current, read_builds
-from relaunch.cli.upgrade import MISSING_QUEUES, upgrade
+from relaunch.builds import deployment, list_running, make_current, read_builds
+from relaunch.cli.upgrade import MISSING_QUEUES, rollback, upgrade
+from relaunch.job.state import Phase
 from tests.chaos.world import eventually
+from tests.workflows.rig import Job, Rig, rig, worker
 
 
 @activity.defn
@@ -48,11 +51,20 @@ async def count_kinds(client: Client, queue: str, build: str) -> int:
     return len(found.version_task_queues)
 
 
+async def connect(server: Client) -> Client:
+    """A client whose workers the server hears each second."""
+    runtime = Runtime(telemetry=TelemetryConfig(), worker_heartbeat_interval=timedelta(seconds=1))
+    return await Client.connect(
+        server.service_client.config.target_host,
+        runtime=runtime,
+        data_converter=server.data_converter,
+    )
+
+
 async def test_an_upgrade_waits_until_a_new_worker_polls_for_all(server: Client) -> None:
     queue = f"builds-{uuid.uuid4().hex}"
     said: list[str] = []
-    runtime = Runtime(telemetry=TelemetryConfig(), worker_heartbeat_interval=timedelta(seconds=1))
-    heard = await Client.connect(server.service_client.config.target_host, runtime=runtime)
+    heard = await connect(server)
 
     def make(build: str, **what: Any) -> Worker:
         return Worker(
@@ -83,3 +95,38 @@ async def test_an_upgrade_waits_until_a_new_worker_polls_for_all(server: Client)
             async with make("second", activities=[work]):
                 assert await upgrading == 0
     assert said[0] == "build second is current, first was"
+
+
+async def test_a_job_moves_to_another_build_and_back_untouched(
+    server: Client, tmp_path: Path
+) -> None:
+    """As tests/e2e/test_upgrade.py, without real ranks and different code."""
+    said: list[str] = []
+    within = timedelta(seconds=60)
+
+    async def is_on(rig: Rig, build: str, job: Job) -> bool:
+        return job.handle.id in {one.id for one in await list_running(rig.client, rig.queue, build)}
+
+    async def is_known(rig: Rig) -> bool:
+        return await count_kinds(rig.client, rig.queue, "first") == 2
+
+    async with rig(await connect(server), tmp_path, build="first") as made:
+        await eventually(lambda: is_known(made), "first is not known")
+        token = (await read_builds(made.client, made.queue)).token
+        await make_current(made.client, made.queue, "first", token)
+        job = await made.submit()
+        await job.until_phase(Phase.RUNNING)
+        launched = made.launches()
+        async with worker(made.client, made.queue, made.fleets, made.archive, build="second"):
+            assert await upgrade(made.client, made.queue, "second", said.append, within) == 0
+            assert await is_on(made, "second", job)
+            assert await rollback(made.client, made.queue, None, said.append, within) == 0
+            assert await is_on(made, "first", job)
+        assert (await job.state()).phase is Phase.RUNNING
+        await job.handle.signal("cancel", {"reason": "enough"})
+        assert (await job.result()).generation == 1
+        assert made.launches() == launched
+    assert [line for line in said if "is current" in line] == [
+        "build second is current, first was",
+        "build first is current, second was",
+    ]

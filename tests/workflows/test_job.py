@@ -133,6 +133,7 @@ async def test_a_signal_gives_the_exit_code_that_a_shell_would_give(make_rig: Ma
         assert (result.phase, result.exit_code) == (Phase.FAILED, 139)
 
 
+@pytest.mark.long
 async def test_no_progress_ends_a_job_before_its_budget_does(
     make_rig: MakeRig,
 ) -> None:
@@ -150,6 +151,7 @@ async def test_no_progress_ends_a_job_before_its_budget_does(
         assert result.generation == 3
 
 
+@pytest.mark.long
 async def test_one_error_at_each_start_ends_a_job_with_a_budget(make_rig: MakeRig) -> None:
     boom = error_file("ModuleNotFoundError: No module named 'flash_attn'", "Traceback: here")
     # On one node alone there would be a fourth launch, without that node.
@@ -160,6 +162,7 @@ async def test_one_error_at_each_start_ends_a_job_with_a_budget(make_rig: MakeRi
         assert (result.state.startup_failures, result.state.restarts_spent) == (3, 2)
 
 
+@pytest.mark.long
 async def test_a_stated_budget_is_spent_on_kills_of_one_incident(make_rig: MakeRig) -> None:
     async with make_rig(Script((Exit(rank=0, exit_code=None, signal=9),))) as rig:
         result = await (await rig.submit(policy(max_restarts=6))).result()
