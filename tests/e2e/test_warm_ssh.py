@@ -102,7 +102,7 @@ async def end(world: World, job: Job) -> None:
     await world.tidy(job)
 
 
-async def test_s1_3_s2_8_ranks_are_forked_in_place_and_on_a_spare_over_ssh(world: World) -> None:
+async def test_s1_3_s2_8_ranks_are_forked_in_place_and_on_a_spare(world: World) -> None:
     job = await submit(world, "warm")
     await until_runs(job, 1)
     assert not were_forked(job, "n1")
@@ -110,7 +110,7 @@ async def test_s1_3_s2_8_ranks_are_forked_in_place_and_on_a_spare_over_ssh(world
     status, text = await world.run_starter("nodes", "show", "n3", "--fleet", "chaos")
     assert status == 0, text
     assert "a Python of job warm has imported decimal, " in text
-    # Nobody asks the spare meanwhile, and the next worker knows what to ask.
+    # The spare gets no order meanwhile, and the next worker knows what to order.
     await world.worker.end(signal.SIGKILL)
     await world.worker.start()
     await until_connected(world)
@@ -131,7 +131,7 @@ async def test_s1_3_s2_8_ranks_are_forked_in_place_and_on_a_spare_over_ssh(world
     await end(world, job)
 
 
-async def test_s1_3_a_python_that_was_killed_on_a_spare_is_started_again(world: World) -> None:
+async def test_s1_3_a_python_killed_on_a_spare_is_started_again(world: World) -> None:
     job = await submit(world, "again")
     await until_runs(job, 1)
     waiting = await until_ready(job, "n3")
