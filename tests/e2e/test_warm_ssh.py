@@ -25,10 +25,12 @@ pytestmark = [
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
+async def world(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> AsyncIterator[World]:
     """Nodes on loopback addresses: n1, n2, and the spare n3."""
+    # Addresses of their own, because several processes run tests side by side.
+    number = 100 + int(worker_id.removeprefix("gw").replace("master", "0"))
     async with World(
-        tmp_path_factory.mktemp("e2e") / "warm", 127, spares=1, backend="ssh", answer_within=5.0
+        tmp_path_factory.mktemp("e2e") / "warm", number, spares=1, backend="ssh", answer_within=5.0
     ) as made:
         yield made
 
