@@ -138,6 +138,11 @@ async def test_s1_3_a_python_killed_on_a_spare_is_started_again(world: World) ->
     await until_runs(job, 1)
     waiting = await until_ready(job, "n3")
     os.kill(waiting["n3"], signal.SIGKILL)
+
+    async def is_gone() -> bool:
+        return not is_alive(waiting["n3"])
+
+    await eventually(is_gone, "it outlives SIGKILL")
     again = await until_ready(job, "n3")
     assert again["n3"] != waiting["n3"]
     assert await job.phase() == ("RUNNING", 1)
