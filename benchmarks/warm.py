@@ -145,7 +145,7 @@ class Recovery:
 
 
 async def measure_over_ssh(torch: str, warm: bool, number: int) -> Recovery:
-    """Measure one round in a world of its own: server, worker, three nodes."""
+    """Measure one round in a new world: server, worker, three nodes."""
     from tests.chaos.rounds import CUTS
     from tests.chaos.world import World, chaos_policy
 

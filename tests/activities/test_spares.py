@@ -100,7 +100,7 @@ async def test_modules_are_the_jobs_or_the_fleets(
     assert [order.modules for _, order in spares.orders] == ([expected] if expected else [])
 
 
-def test_a_spare_is_kept_until_a_lost_node_was_fenced_and_two_orders_are_missed() -> None:
+def test_a_spare_is_kept_until_a_lost_node_was_fenced() -> None:
     times = Timeouts(lease=timedelta(seconds=60), fence_after=timedelta(seconds=60))
     assert keep_time(times) == 60 + 120 + 30
 
