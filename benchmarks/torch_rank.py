@@ -1,5 +1,7 @@
 """The rank of `benchmarks.warm`: torch on CPUs, whose first all-reduce ends its start.
 
+With BENCH_CUDA its tensor is on the first GPU, which all ranks share; gloo copies it.
+
 Beside its line in BENCH_STARTS it writes what it spent that time on to BENCH_SPLIT, if that is set:
 `<rank> <pid> <seconds to import> <seconds to join> <seconds of the first all-reduce>`.
 """
@@ -29,7 +31,7 @@ def main() -> None:
     imported = clock()
     dist.init_process_group("gloo")
     joined = clock()
-    one = torch.ones(1)
+    one = torch.ones(1, device="cuda" if os.environ.get("BENCH_CUDA") else "cpu")
     dist.all_reduce(one)
     assert int(one) == dist.get_world_size()
     reduced = clock()

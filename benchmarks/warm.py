@@ -128,6 +128,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--torch", required=True, help="a Python that can import torch")
+    parser.add_argument("--cuda", action="store_true", help="tensors on the first GPU")
     parser.add_argument("--only", default="", help="a part of the contenders' names")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
@@ -136,6 +137,8 @@ def main() -> int:
         parser.error(f"{arguments.torch} cannot import torch")
     # With the store that torchrun shares with its ranks, those of torch 2.13 take addresses of dead
     # ranks from it after a restart, and fail (gloo: connectFullMesh).
+    if arguments.cuda:
+        os.environ["BENCH_CUDA"] = "1"
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     command = (arguments.torch, str(ROOT / "benchmarks" / "torch_rank.py"))
     results = []
@@ -166,6 +169,7 @@ def main() -> int:
             "load": os.getloadavg(),
         },
         "torch": torch,
+        "cuda": arguments.cuda,
         "contenders": results,
     }
     if arguments.output:

@@ -32,9 +32,10 @@ OF_RANKS = (
     "RELAUNCH_NODE",
     "RELAUNCH_NODE_STATE",
     "RELAUNCH_AGENT_STATE",
+    "RELAUNCH_WARM_DELAY",
 )
-"""Variables that relaunch sets for ranks and agents. They are not settings, and they are not
-rejected as unknown when a rank runs the command line."""
+"""Variables that relaunch, or a test, sets for ranks and agents. They are not settings, and they
+are not rejected as unknown when a rank runs the command line."""
 
 
 class ConfigError(Exception):

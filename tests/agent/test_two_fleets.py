@@ -123,7 +123,7 @@ def test_a_node_held_by_another_fleet_is_refused_by_its_name(node: Node, program
     install_tool(programs, "dcgmi", stdout="{}", seconds=30)
     diagnosing = node.begin("diagnose", id="r1", level=1, within=60.0, fleet=LAB)
     # the lock comes before the record that says whose it is
-    wait_for(lambda: (node.state / "held.json").exists())
+    wait_for((node.state / "held.json").exists)
     assert expect_done(node.order("list"))["held"]["fleet"] == LAB
     assert json.loads((node.state / "held.json").read_text())["fleet"] == LAB
     for answer in (prepare(node, OTHER), repair(node, "reboot", OTHER)):

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from tests.chaos.disturbances import find_obstacle
-from tests.chaos.rounds import ABSENT, FAILPOINTS, NOT_YET, ONLY, PHASES, POINTS, VICTIMS
+from tests.chaos.rounds import ABSENT, FAILPOINTS, NOT_YET, ONLY, PHASES, POINTS, VICTIMS, WARM
 from tests.chaos.run import Tally, end_by_signal, work
 
 NAMED = {"failpoint": FAILPOINTS, "point": POINTS}
@@ -60,6 +60,11 @@ async def main() -> int:
         action="store_true",
         help="nodes of ssh in network namespaces: cuts are packets that get lost (root)",
     )
+    parser.add_argument(
+        "--warm",
+        action="store_true",
+        help="jobs import ahead, so that their ranks are forked from their second generation on",
+    )
     parser.add_argument("--victims", help="comma-separated; default: all that such nodes have")
     parser.add_argument("--phases", default=",".join((*PHASES, *NAMED)), help="comma-separated")
     parser.add_argument(
@@ -84,6 +89,8 @@ async def main() -> int:
     there = tuple(
         victim for victim in VICTIMS if ONLY.get(victim, arguments.backend) == arguments.backend
     )
+    if not arguments.warm:
+        there = tuple(victim for victim in there if victim not in WARM)
     if arguments.apart:
         # Agents ask their peers over the network that ranks train over: to cut it off is to stop
         # training, which no round expects.
@@ -99,6 +106,8 @@ async def main() -> int:
     for given, known in ((victims, there), (phases, (*PHASES, *NAMED))):
         if unknown := set(given) - set(known):
             parser.error(f"{', '.join(sorted(unknown))}: expected some of {', '.join(known)}")
+    if arguments.warm and arguments.backend != "local":
+        parser.error("--warm: expected --backend local, whose agents have the worker's environment")
     if arguments.apart and arguments.backend != "ssh":
         parser.error("--apart: local nodes have no networks of their own, expected --backend ssh")
     seed = arguments.seed if arguments.seed is not None else int.from_bytes(os.urandom(4))
@@ -129,6 +138,7 @@ async def main() -> int:
         "backend": arguments.backend,
         "apart": arguments.apart,
         "answer_within": arguments.answer_within,
+        "warm": arguments.warm,
     }
     await asyncio.gather(
         *(work(number, folder, queue, tally, until, **how) for number in range(arguments.worlds))

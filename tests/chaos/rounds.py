@@ -34,6 +34,8 @@ CUTS = {
     "cut peers": ("peers",),
     "cut both": ("controller-in", "controller-out", "peers"),
 }
+WARM = ("standby", "warm python", "stop standby", "stop warm python")
+"""With --warm: the process that imports ahead, and its Python."""
 VICTIMS = (
     "rank",
     "shim",
@@ -45,6 +47,7 @@ VICTIMS = (
     *CUTS,
     "reboot",
     *DISTURBANCES,
+    *WARM,
 )
 ONLY = {"sshd": "ssh", **dict.fromkeys(ONLY_SSH, "ssh")}
 """Victims that nodes of one backend only have."""
@@ -60,12 +63,19 @@ PHASES = (
 )
 NOT_YET = ("EXAMINING", "REPAIRING")
 """Phases whose blows are another program's, tests.chaos.repairs."""
+_WARM_PHASES = ("LAUNCHING", "RUNNING")
 ON_NODES = ("rank", "shim", "supervisor", "stop shim", "stop supervisor")
 ABSENT = {
     **{
         (phase, victim): "no rank lives then"
         for phase in ("QUEUED", "WAITING_FOR_NODES", "WAITING_FOR_PERSON", "ended")
         for victim in ON_NODES
+    },
+    **{
+        (phase, victim): "nothing is to be launched after it, or ranks do not run"
+        for phase in PHASES
+        if phase not in _WARM_PHASES
+        for victim in WARM
     },
     **{
         ("QUEUED", victim): "sessions begin with the first look at a node"
@@ -96,7 +106,7 @@ on a node; or generation 1 stopped."""
 
 PATIENT = {"lease": "15s"}
 """For controllers that die while they launch: their successor comes after 6 s, and ranks that are
-not watched within one lease stop."""
+not watched within one lease stop. And for a launch that waits for a process that was stopped."""
 
 
 @dataclass
@@ -151,6 +161,8 @@ class Round:
         await asyncio.sleep(delay)
         if self.victim in DISTURBANCES:
             return await self._finish_disturbed()
+        if self.victim in WARM:
+            return await self._finish_warm()
         return await getattr(self, f"_finish_{self.phase.lower()}")()  # type: ignore[no-any-return]
 
     # --- bringing a job into a phase; each returns how long the window is in which the blow falls
@@ -166,13 +178,13 @@ class Round:
         return 1.0
 
     async def _stage_launching(self) -> float:
-        controller = self.victim in ("worker", "server", "session", "sshd")
-        await self._submit(chaos_policy(PATIENT if controller else None))
+        patient = self.victim in ("worker", "server", "session", "sshd", *WARM)
+        await self._submit(chaos_policy(PATIENT if patient else None))
         await self.job.until_phase("LAUNCHING", "RUNNING")
         return 0.25  # a launch takes as long when the machine is idle
 
     async def _stage_running(self) -> float:
-        await self._submit()
+        await self._submit(chaos_policy(PATIENT) if self.victim in WARM else None)
         await self.job.until_phase("RUNNING")
         await self.job.until_watched()
         return 2.0
@@ -334,6 +346,30 @@ class Round:
         await self.job.until_steps(patience=2 * PATIENCE)
         self.job.let_end()
         await self.job.until_phase("SUCCEEDED", "FAILED")
+
+    async def _finish_warm(self) -> Expected:
+        """Hit what imports ahead, on one node, and then kill a rank.
+
+        It costs what the rank costs, and nothing for itself.
+        """
+        node = self.random.choice(self._nodes())
+        kind = self.victim.removeprefix("stop ")
+        number = signal.SIGSTOP if kind != self.victim else signal.SIGKILL
+
+        async def is_hit() -> bool:
+            pids = self.job.warm_pids(node)
+            if pids is None:
+                return False
+            pid = pids[0 if kind == "standby" else 1]
+            os.kill(pid, number)
+            self.note(f"{signal.Signals(number).name} to the {kind} {pid} on {node}")
+            return True
+
+        await eventually(is_hit, f"nothing imports ahead on {node}", 20.0, 0.005)
+        await asyncio.sleep(self.moment(2.0))
+        self._kill_a_rank()
+        await self.job.until_phase("RUNNING", generation=2)
+        return await self._ended_with(KILLED)
 
     async def _finish_queued(self) -> Expected:
         if self.victim == "worker":

@@ -143,6 +143,7 @@ async def work(
     backend: str = "local",
     apart: bool = False,
     answer_within: float | None = None,
+    warm: bool = False,
 ) -> None:
     """One world that plays rounds until none is left.
 
@@ -150,10 +151,13 @@ async def work(
     """
     place, victims = folder / f"world-{number}", {victim for (_, victim), _ in queue}
     shutil.rmtree(place, ignore_errors=True)  # of a run that was interrupted
-    needs = {"disks": bool(victims & set(ON_DISKS)), "clocks": bool(victims & set(ON_CLOCKS))}
+    needs = {
+        "disks": bool(victims & set(ON_DISKS)),
+        "clocks": bool(victims & set(ON_CLOCKS)),
+    }
     within = answer_within or ANSWER_TIMEOUT[backend]
     async with World(
-        place, number, backend=backend, apart=apart, answer_within=within, **needs
+        place, number, backend=backend, apart=apart, answer_within=within, warm=warm, **needs
     ) as world:
         while queue and time.monotonic() < until:
             cell, seed = queue.pop(0)

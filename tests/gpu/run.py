@@ -25,6 +25,7 @@ from typing import Any
 
 from relaunch.backends.artifact import build_agent
 from tests.gpu.cases import CASES, Case
+from tests.gpu.warm import check_warm
 from tests.programs.service import ENDED, Service, plain_environment
 
 TRAIN = Path(__file__).with_name("train")
@@ -35,7 +36,8 @@ SMI_FIELDS = (
 READINGS = 5
 LIMIT = 100.0
 """Seconds for one program: two starts of torch and a hang's limit are a third of it."""
-SHARED_NODES = 4
+AT_ONCE = 4
+SHARED_NODES = 10
 Row = dict[str, Any]
 
 
@@ -75,7 +77,7 @@ def check_readings(agent: Path, work: Path) -> Iterator[Row]:
     (work / "nvidia-smi.xml").write_text(whole)
     gpus = [line.split(", ") for line in query.splitlines()]
     yield compare("number of GPUs", len(answer.get("gpus", [])), len(gpus))
-    for read, smi in zip(answer["gpus"], gpus, strict=True):
+    for read, smi in zip(answer.get("gpus", []), gpus, strict=True):
         name, uuid, bus_id, driver, memory, temperature, volatile, aggregate = smi
         ecc = read["ecc"]
         yield compare("name", read["name"], name)
@@ -295,7 +297,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--python", default=shutil.which("python3"))
-    parser.add_argument("--only", default="", help="cases, by name and separated by commas")
+    parser.add_argument("--only", default="", help="names, separated by commas")
     parser.add_argument("--no-bare", action="store_true", help="run the programs as jobs only")
     chosen = parser.parse_args()
     work, python = chosen.work.resolve(), chosen.python
@@ -318,7 +320,7 @@ def main() -> int:
         add(row)
     shared, alone = ([c for c in cases if c.alone is flag] for flag in (False, True))
     if not chosen.no_bare:
-        with ThreadPoolExecutor(SHARED_NODES) as pool:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
             for row in pool.map(lambda case: run_bare(case, python, work), shared):
                 add(row)
         for case in alone:
@@ -326,14 +328,19 @@ def main() -> int:
     with Service(work / "service", *write_fleets(work, len(list_gpus()))) as service:
         for row in check_node(service, work):
             add(row)
-        with ThreadPoolExecutor(SHARED_NODES) as pool:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
             for row in pool.map(lambda case: run_job(service, case, python, work), shared):
                 add(row)
         for case in alone:
             add(run_job(service, case, python, work))
-        if not only:
-            for row in check_foreign_process(service, agent, python, work):
-                add(row)
+        checks = {
+            "foreign": lambda: check_foreign_process(service, agent, python, work),
+            "warm": lambda: check_warm(service, python, work, SHARED_NODES),
+        }
+        for name, check in checks.items():
+            if not only or name in only:
+                for row in check():
+                    add(row)
     (work / "kernel-after.txt").write_text("\n".join(read_kernel_log()))
     wrong = [row for row in rows if row.get("ok") is False]
     print(f"{len(rows)} rows, {len(wrong)} not as expected")

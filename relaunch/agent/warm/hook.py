@@ -39,6 +39,7 @@ NATIVE_PREFIXES = (
 """Variables that native code may have read during an import, which this file cannot see."""
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 HARMLESS = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+MAX_NAMED_THREADS = 4
 PARENT_TIMEOUT = 10.0
 """Seconds for the process between this one and a rank to end. It has nothing left to do."""
 
@@ -153,12 +154,27 @@ def check_process(module: str, known: dict[int, str]) -> None:
         if pid == 0:
             os._exit(0)
         os.waitpid(pid, 0)
-        left = len(list_tasks()) - 1
+        left = [task for task in list_tasks() if task != str(os.getpid())]
         if left:
             raise Unsuitable(
-                "%s leaves %d thread%s running when it is imported"
-                % (module, left, "" if left == 1 else "s")
+                "%s leaves %d thread%s running when it is imported (%s)"
+                % (module, len(left), "" if len(left) == 1 else "s", name_threads(left))
             )
+
+
+def name_threads(tasks: list[str]) -> str:
+    """Return the names of some threads, by which a person finds who starts them."""
+    import threading
+
+    own = {str(getattr(one, "native_id", None)): one.name for one in threading.enumerate()}
+    names = []
+    for task in tasks[:MAX_NAMED_THREADS]:
+        try:
+            with open("/proc/self/task/%s/comm" % task) as file:
+                names.append(own.get(task) or file.read().strip())
+        except OSError:  # it has ended meanwhile
+            continue
+    return ", ".join(names + ["..."] * (len(tasks) > MAX_NAMED_THREADS))
 
 
 def find_space() -> tuple[int, int]:
@@ -429,7 +445,6 @@ def become(rank: Rank) -> None:
     from. Without that word, this process ends.
     """
     import importlib
-    import sys
 
     order, (stdout, stderr, failure, going) = rank
     step = "prepare the process"
@@ -454,15 +469,29 @@ def become(rank: Rank) -> None:
             set_limit(name, value)
         step = "the environment"
         set_environment(order["env"])
-        numbers = sys.modules.get("numpy.random")
-        if numbers is not None:
-            numbers.seed()  # from the system's entropy, as at its import
+        draw_seeds()
         importlib.invalidate_caches()
     except OSError as error:
         fail(failure, {"step": step, "errno": error.errno, "text": error.strerror})
     except BaseException as error:
         fail(failure, {"step": step, "errno": None, "text": repr(error)})
     os.close(failure)
+
+
+def draw_seeds() -> None:
+    """Draw a new seed where a library drew one at its import: each rank would have the same.
+
+    That of Python's `random` is drawn again by Python, and those of GPUs are drawn when a rank
+    first uses one.
+    """
+    import sys
+
+    numbers = sys.modules.get("numpy.random")
+    if numbers is not None:
+        numbers.seed()
+    generator = getattr(sys.modules.get("torch"), "default_generator", None)
+    if generator is not None:
+        generator.seed()
 
 
 def fail(failure: int, report: Json) -> NoReturn:
