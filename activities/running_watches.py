@@ -9,7 +9,7 @@ The server also keeps the tasks of a workflow for the worker that has it in its 
 successor has it forget this for each workflow that its predecessor had, before it reports any
 watch: what follows from the report is then decided at once. A workflow that another worker has
 taken meanwhile only loses its place there, and is read again from its history.
-docs/decisions/0077-a-killed-worker-is-followed-in-seconds.md.
+docs/decisions/0077-a-killed-worker-and-a-lone-run.md.
 """
 
 from __future__ import annotations

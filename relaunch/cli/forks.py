@@ -82,7 +82,7 @@ class Fork:
 
 
 def fork(name: str, log: Path, act: Callable[[], int], *, is_attended: bool) -> Fork:
-    """Start a child in a session of its own, with its output in a log.
+    """Start a child in a new session, with its output in a log.
 
     Args:
         name: What the kernel calls it, up to 15 characters.

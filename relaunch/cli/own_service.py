@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -42,6 +43,7 @@ RESTART_TIMEOUT_S = 60.0
 themselves when their lease has ended: by default after 60 s."""
 END_TIMEOUT_S = 10.0
 """Seconds in which the end of the job should be seen after its server has ended in order."""
+ASK_TIMEOUT_S = 5.0
 AGENT_FOLDER = "agent"
 
 
@@ -110,12 +112,16 @@ class OwnService:
         raise ConfigError(f"the server of job {self.job} was stopped, which cancelled the job")
 
     def stop(self) -> None:
-        """Stop the child; no job may run."""
-        self.process.terminate()
-        try:
-            self.process.wait(3 * STOP_TIMEOUT)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
+        """Stop the child; no job may run.
+
+        At a first signal it asks its server about the job, which may not answer; not at a second.
+        """
+        for patience in (ASK_TIMEOUT_S, 3 * STOP_TIMEOUT):
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(patience)
+                return
+        self.process.kill()
 
 
 def start_child(state: Path, attended: list[str], port: str = "0") -> subprocess.Popen[bytes]:

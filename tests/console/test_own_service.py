@@ -46,7 +46,7 @@ async def test_a_child_that_ends_again_and_again_is_given_up(
     assert len(said) == 2
 
 
-def test_a_free_port_is_none_that_the_kernel_gives_to_connections() -> None:
+def test_a_free_port_is_not_one_of_connections() -> None:
     first, last = map(int, KERNEL_PORTS.read_text().split())
     for _ in range(20):
         assert not first <= choose_port("--port", 0) <= last

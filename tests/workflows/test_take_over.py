@@ -41,9 +41,7 @@ async def list_queues(handle: WorkflowHandle[Counter, None]) -> list[TaskQueueKi
     ]
 
 
-async def test_the_next_task_waits_for_no_worker_that_was_taken_over_from(
-    server: Client, tmp_path: Path
-) -> None:
+async def test_the_next_task_waits_for_no_dead_worker(server: Client, tmp_path: Path) -> None:
     dead, follower = RunningWatches(tmp_path / "watches"), RunningWatches(tmp_path / "watches")
     dead.open()
     follower.open()
