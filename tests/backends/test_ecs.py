@@ -31,7 +31,7 @@ from relaunch.backends.ecs import follow as follow_module
 from relaunch.backends.ecs import stream as stream_module
 from relaunch.backends.ecs.backend import EcsBackend
 from relaunch.backends.ecs.launch import stamp
-from relaunch.backends.ecs.stream import ECS_SEQ
+from relaunch.backends.ecs.stream import ECS_SEQ, STALE_POLLS
 from relaunch.backends.ecs.tasks import QUARANTINE, build_started_by, job_attribute
 from relaunch.generation import Token
 from relaunch.spec.fleet import EcsOptions, FleetSpec
@@ -63,6 +63,8 @@ def aws(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AwsDouble]:
         for module in (batch_module, follow_module):
             patch.setattr(module, "GATHER", 0.002)
         patch.setattr(cluster_module, "FIRST_LOOK", 0.05)
+        # A busy machine polls late, and must not be mistaken for an AWS that does not answer.
+        patch.setattr(stream_module, "STALE_POLLS", 1000.0)
         trainer = {"name": "trainer", "image": "any", "command": ["true"]}
         double.register(
             "train",
@@ -889,10 +891,7 @@ async def test_a_rank_that_fails_brings_the_last_lines_that_it_printed(
     assert "/train" in where.reason and "job/trainer/" in where.reason
 
 
-async def test_a_watch_says_hello_and_beats_while_ecs_is_seen(
-    make: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stream_module, "STALE_POLLS", 1000.0)  # a busy machine polls late
+async def test_a_watch_says_hello_and_beats_while_ecs_is_seen(make: Callable[..., Site]) -> None:
     site = make()
     await launch(site)
     lines = await read(
@@ -933,8 +932,9 @@ async def aws_stops(site: Site, arn: str) -> None:
 
 
 async def test_s1_9_an_aws_that_does_not_answer_is_no_news_of_a_node(
-    make: Callable[..., Site], aws: AwsDouble
+    make: Callable[..., Site], aws: AwsDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(stream_module, "STALE_POLLS", STALE_POLLS)
     site = make()
     await launch(site)
     seen: list[Mapping[str, Any]] = []
@@ -966,7 +966,6 @@ async def test_s1_6_an_agent_away_briefly_is_no_news_but_then_silence(
     make: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What is brief is set by hand, so that a busy machine does not decide it.
-    monkeypatch.setattr(stream_module, "STALE_POLLS", 1000.0)
     monkeypatch.setattr(stream_module, "AGENT_FLAPS", 1000.0)
     site = make()
     await launch(site)

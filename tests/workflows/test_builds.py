@@ -97,15 +97,16 @@ async def test_an_upgrade_waits_until_a_new_worker_polls_for_all(server: Client)
     assert said[0] == "build second is current, first was"
 
 
-async def test_a_job_moves_to_another_build_and_back_untouched(
+async def test_two_jobs_move_to_another_build_and_back_untouched(
     server: Client, tmp_path: Path
 ) -> None:
     """As tests/e2e/test_upgrade.py, without real ranks and different code."""
     said: list[str] = []
     within = timedelta(seconds=60)
 
-    async def is_on(rig: Rig, build: str, job: Job) -> bool:
-        return job.handle.id in {one.id for one in await list_running(rig.client, rig.queue, build)}
+    async def are_on(rig: Rig, build: str, *jobs: Job) -> bool:
+        running = {one.id for one in await list_running(rig.client, rig.queue, build)}
+        return {job.handle.id for job in jobs} <= running
 
     async def is_known(rig: Rig) -> bool:
         return await count_kinds(rig.client, rig.queue, "first") == 2
@@ -114,17 +115,19 @@ async def test_a_job_moves_to_another_build_and_back_untouched(
         await eventually(lambda: is_known(made), "first is not known")
         token = (await read_builds(made.client, made.queue)).token
         await make_current(made.client, made.queue, "first", token)
-        job = await made.submit()
-        await job.until_phase(Phase.RUNNING)
+        jobs = [await made.submit() for _ in range(2)]
+        for job in jobs:
+            await job.until_phase(Phase.RUNNING)
         launched = made.launches()
         async with worker(made.client, made.queue, made.fleets, made.archive, build="second"):
             assert await upgrade(made.client, made.queue, "second", said.append, within) == 0
-            assert await is_on(made, "second", job)
+            assert await are_on(made, "second", *jobs)
             assert await rollback(made.client, made.queue, None, said.append, within) == 0
-            assert await is_on(made, "first", job)
-        assert (await job.state()).phase is Phase.RUNNING
-        await job.handle.signal("cancel", {"reason": "enough"})
-        assert (await job.result()).generation == 1
+            assert await are_on(made, "first", *jobs)
+        for job in jobs:
+            assert (await job.state()).phase is Phase.RUNNING
+            await job.handle.signal("cancel", {"reason": "enough"})
+            assert (await job.result()).generation == 1
         assert made.launches() == launched
     assert [line for line in said if "is current" in line] == [
         "build second is current, first was",
