@@ -49,8 +49,9 @@ test: lint
 	wait $$pure; pure=$$?; cat "$$log"; exit $$((rest + pure))
 
 # The core's tables take every branch of it without the property tests. Counting them takes three times as long as running them.
+# -v: a run that is interrupted has said which tests failed.
 long: setup build/release/.installed
-	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m long --timeout 600
+	$(PY) -m pytest -v -n $(WORKERS) --dist worksteal -m long --timeout 600
 	$(PY) -m pytest -m "not long and not hypothesis" --timeout 600 tests/recovery --cov
 	RELAUNCH_TEST_CACHED=0 $(PY) -m pytest -n $(WORKERS) -m "not long" --timeout 600 tests/workflows
 
