@@ -96,7 +96,7 @@ def understand(monkeypatch: pytest.MonkeyPatch, line: str) -> run.RunRequest:
     """Return what the words after `relaunch run` mean."""
     found: list[run.RunRequest] = []
 
-    async def keep(settings: Any, request: run.RunRequest, say: Any) -> int:
+    def keep(settings: Any, request: run.RunRequest, say: Any) -> int:
         found.append(request)
         return 0
 
