@@ -3,11 +3,15 @@
 To answer a query, sdk-core applies also the events that no workflow task has begun with yet, at the
 time of the task before, and sends what the workflow then orders with the next task. Such a history
 cannot be replayed: docs/decisions/0049-events-that-come-with-a-query.md.
+
+A workflow that is slow is not interrupted: docs/decisions/0079-slow-is-not-deadlocked.md.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
+import time
 
 from temporalio.bridge.proto.workflow_activation import WorkflowActivation
 from temporalio.bridge.proto.workflow_completion import WorkflowActivationCompletion
@@ -17,6 +21,8 @@ from relaunch.activities.running_watches import RunningWatches
 from relaunch.workflows.sealing import SealedRunner, WrappedInstance
 
 log = logging.getLogger("relaunch.runner")
+SLOW_S = 2.0
+"""Seconds after which the SDK gives a workflow task up: it is given again by the server."""
 
 
 class TaskRunner(SealedRunner):
@@ -64,6 +70,7 @@ class _TaskInstance(WrappedInstance):
         self._runner = runner
         self._events = 0
         self._bytes = 0
+        self._running = threading.Lock()
 
     def activate(self, act: WorkflowActivation) -> WorkflowActivationCompletion:
         if any(job.HasField("remove_from_cache") for job in act.jobs):
@@ -72,7 +79,16 @@ class _TaskInstance(WrappedInstance):
             log.info("run %s leaves the cache: a query came before its workflow task", act.run_id)
             self._runner.forget(act.run_id)
         self._events, self._bytes = act.history_length, act.history_size_bytes
-        return self._instance.activate(act)
+        with self._running:
+            began = time.monotonic()
+            completion = self._instance.activate(act)
+        if (took := time.monotonic() - began) > SLOW_S:
+            log.warning("run %s took %.1f s for a task: this machine is busy", act.run_id, took)
+        return completion
+
+    def get_thread_id(self) -> int | None:
+        """Return None: what takes a task too long is not to be interrupted."""
+        return None
 
     def _is_early(self, act: WorkflowActivation) -> bool:
         """Return whether there are events that no workflow task has begun with.

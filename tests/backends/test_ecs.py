@@ -120,7 +120,7 @@ class Site:
         self._open: list[EcsBackend] = []
         self.backend = self.again()
 
-    def again(self, poll: float = POLL, **options: Any) -> EcsBackend:
+    def again(self, poll: float = POLL, settles: float = 0.2, **options: Any) -> EcsBackend:
         """Another worker's."""
         given = EcsOptions(
             **{
@@ -130,7 +130,7 @@ class Site:
                 **options,
             }
         )
-        self._open.append(EcsBackend(self.spec, given, settles=0.2))
+        self._open.append(EcsBackend(self.spec, given, settles=settles))
         return self._open[-1]
 
     @property
@@ -574,7 +574,8 @@ async def test_a_new_task_missing_in_lists_is_watched_and_stopped(
     done(await site.backend.prepare("n1", prepare_order(site.token())))
     aws.ecs.lag = 0.15
     done(await site.backend.start("n1", start_order(site.token())))
-    for backend in (site.backend, site.again()):
+    for _ in range(2):
+        backend = site.again(settles=60.0)  # it waits no longer than the task is missing
         lines = await read(backend, site.token(), lambda lines: "heartbeat" in lines[-1])
         assert lines[0]["hello"]["ranks"] == [0]
     done(await site.backend.prepare("n1", prepare_order(site.token(2))))
@@ -934,30 +935,34 @@ async def aws_stops(site: Site, arn: str) -> None:
 async def test_s1_9_an_aws_that_does_not_answer_is_no_news_of_a_node(
     make: Callable[..., Site], aws: AwsDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_module, "STALE_POLLS", STALE_POLLS)
     site = make()
     await launch(site)
     seen: list[Mapping[str, Any]] = []
+    throttled: list[Any] = []
 
     async def watched() -> None:
         async with site.backend.watch("n1", site.token(), 0, 0.02) as stream:
             async for line in stream.lines():
                 seen.append(line)
 
-    async def throttled() -> None:
+    async def throttle() -> None:
+        await until(lambda: len(seen) == 3)
+        aws.faults.add(
+            "DescribeTasks", THROTTLE, times=None, when=lambda call: not throttled.append(call)
+        )
+        await until(lambda: throttled)
+        monkeypatch.setattr(stream_module, "STALE_POLLS", STALE_POLLS)
+
+    async def silent() -> None:
         async with asyncio.timeout(60):
-            await asyncio.gather(
-                watched(),
-                until(
-                    lambda: len(seen) == 3 and aws.faults.add("DescribeTasks", THROTTLE, times=None)
-                ),
-            )
+            await asyncio.gather(watched(), throttle())
 
     with pytest.raises(Unreachable, match="ThrottlingException"):
-        await throttled()
+        await silent()
     assert {next(iter(line)) for line in seen} == {"hello", "heartbeat"}
     assert len(seen) < 13  # after 1.5 polls what was seen is old; 7 beats are as long
     aws.faults.clear()
+    monkeypatch.setattr(stream_module, "STALE_POLLS", 1000.0)
     lines = await read(site.backend, site.token(), lambda lines: "heartbeat" in lines[-1])
     assert "hello" in lines[0]
 
