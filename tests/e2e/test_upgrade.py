@@ -23,11 +23,7 @@ from tests.chaos.rounds import KILLED, NOTHING, Expected
 from tests.chaos.world import FLEET, QUEUE, ROOT, Job, World, eventually, free_port
 from tests.upgrade.builds import BUG, COMMANDS, FIELDS, HARMLESS, make_build
 
-pytestmark = [
-    pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(600),
-    pytest.mark.long,
-]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 METRIC = "temporal_workflow_task_execution_failed"
 """The name that docs/upgrade.md has."""
 
@@ -116,6 +112,7 @@ async def test_jobs_move_to_another_build_and_back_untouched(own_world: World) -
     assert await violations(queued, Expected((NOTHING,))) == []
 
 
+@pytest.mark.long
 async def test_a_build_put_in_the_place_of_another_takes_its_jobs_over(own_world: World) -> None:
     world = own_world
     job = await world.submit(nodes=2)
@@ -154,6 +151,7 @@ async def test_a_build_put_in_the_place_of_another_takes_its_jobs_over(own_world
     await newest.end()
 
 
+@pytest.mark.long
 async def test_jobs_return_from_a_build_with_a_bug(own_world: World) -> None:
     world = own_world
     job = await world.submit(nodes=2)

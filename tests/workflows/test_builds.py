@@ -97,6 +97,7 @@ async def test_an_upgrade_waits_until_a_new_worker_polls_for_all(server: Client)
     assert said[0] == "build second is current, first was"
 
 
+@pytest.mark.long
 async def test_two_jobs_move_to_another_build_and_back_untouched(
     server: Client, tmp_path: Path
 ) -> None:
@@ -120,9 +121,9 @@ async def test_two_jobs_move_to_another_build_and_back_untouched(
             await job.until_phase(Phase.RUNNING)
         launched = made.launches()
         async with worker(made.client, made.queue, made.fleets, made.archive, build="second"):
-            assert await upgrade(made.client, made.queue, "second", said.append, within) == 0
+            assert await upgrade(made.client, made.queue, "second", said.append, within) == 0, said
             assert await are_on(made, "second", *jobs)
-            assert await rollback(made.client, made.queue, None, said.append, within) == 0
+            assert await rollback(made.client, made.queue, None, said.append, within) == 0, said
             assert await are_on(made, "first", *jobs)
         for job in jobs:
             assert (await job.state()).phase is Phase.RUNNING
