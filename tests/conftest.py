@@ -89,9 +89,8 @@ def pytest_runtest_makereport() -> Iterator[Any]:
 LONGEST = ("test_upgrade.py", "test_ecs.py", "test_demo.py", "e2e", "workflows", "console")
 """Files and folders whose tests take longest: begun last, they would leave all but one process
 idle at the end."""
-SHARED = {LONGEST.index("e2e"): (-1, -2), LONGEST.index("console"): (0, 1)}
-"""The tests of such a folder share a server, and a worker and nodes or a process with all imported,
-one of each in a process: two processes begin with them."""
+SHARED = LONGEST.index("e2e")
+"""The tests of this folder share a server, a worker and nodes, one of each in a process."""
 
 
 def _deal(items: list[pytest.Item], processes: int) -> list[pytest.Item]:
@@ -109,8 +108,9 @@ def _deal(items: list[pytest.Item], processes: int) -> list[pytest.Item]:
         files.setdefault((rank(item), item.path), []).append(item)
     hands: list[list[pytest.Item]] = [[] for _ in range(processes)]
     for n, (kind, path) in enumerate(sorted(key for key in files if key[0] < len(LONGEST))):
-        to = SHARED[kind][n % 2] if kind in SHARED and processes > 1 else n % processes
-        hands[to] += files[kind, path]
+        hands[-1 - n % 2 if kind == SHARED and processes > 1 else n % processes] += files[
+            kind, path
+        ]
     rest = iter([item for item in items if rank(item) == len(LONGEST)])
     left = len(items)
     for n, hand in enumerate(hands):
