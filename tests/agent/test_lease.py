@@ -160,8 +160,8 @@ def test_a_gang_that_is_whole_goes_on_without_its_controller(
     make_node: Callable[..., Node],
 ) -> None:
     nodes = [make_node(name) for name in ("n1", "n2", "n3")]
-    watches = launch(nodes, [0.6] * 3, EVERYONE)
-    goes_on(watches[0], 3.0)
+    watches = launch(nodes, [0.6] * 3, EVERYONE, fence_after=2.0)
+    goes_on(watches[0], 4.0)
     assert [find_fence(node) for node in nodes] == [{}, {}, {}]
     assert watches[0].seen[-1]["heartbeat"]["lease_left"] == 0
 
@@ -178,7 +178,7 @@ def test_two_of_three_that_see_only_each_other_fence(make_node: Callable[..., No
 def test_one_leased_peer_suffices_while_another_is_silent(make_node: Callable[..., Node]) -> None:
     nodes = [make_node(name) for name in ("n1", "n2", "n3")]
     nodes[2].cut("peers")
-    first, second, _ = launch(nodes, [2.0, 2.0, 30.0], EVERYONE)
+    first, second, _ = launch(nodes, [2.0, 2.0, 30.0], EVERYONE, fence_after=2.0)
     with renewing(second):
         goes_on(first, 6.0)
         assert not find_fence(nodes[0])
@@ -244,13 +244,13 @@ def test_an_answer_that_was_changed_on_its_way_is_none(make_node: Callable[..., 
 
 
 def test_a_node_that_wakes_after_its_grace_kills_at_once(node: Node) -> None:
-    pids = node.run(1, python_command(STUBBORN), lease=1.0, stop_grace=2.0)
+    pids = node.run(1, python_command(STUBBORN), lease=5.0, stop_grace=2.0)
     wait_for(lambda: "up" in node.log(0) and "up" in node.log(1))
     began = boottime()
     helpers = [node.pid(of) for of in ("supervisor", "guard", "shim")]
     for pid in helpers:
         os.kill(pid, signal.SIGSTOP)
-    wait_for(lambda: boottime() > began + 3.0)
+    wait_for(lambda: boottime() > began + 7.0)
     assert all(map(is_alive, pids.values()))
     os.kill(helpers[-1], signal.SIGCONT)
     woke = boottime()
