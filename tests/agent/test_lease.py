@@ -189,9 +189,14 @@ def test_one_leased_peer_suffices_while_another_is_silent(make_node: Callable[..
 def test_a_peer_that_is_stopping_is_not_alive(make_node: Callable[..., Node]) -> None:
     nodes = [make_node("n1"), make_node("n2")]
     first, second = launch(
-        nodes, [0.6, 30.0], [[1], [0]], command=python_command(STUBBORN), stop_grace=20.0
+        nodes,
+        [0.6, 30.0],
+        [[1], [0]],
+        command=python_command(STUBBORN),
+        stop_grace=20.0,
+        fence_after=2.0,
     )
-    goes_on(first, 1.5)
+    goes_on(first, 3.0)
     wait_for(lambda: "up" in nodes[1].log(1))
     nodes[1].begin("stop", token=token(1), stop_grace=20.0, stuck_after=3.0)
     second.read_observation("Stopped")
