@@ -149,7 +149,8 @@ def goes_on(watch: Stream, seconds: float) -> None:
 def gang(make_node: Callable[..., Node], **more: Any) -> tuple[Node, Node, Stream]:
     """Two nodes that list each other; the second has a lease that outlasts the test."""
     nodes = [make_node("n1"), make_node("n2")]
-    watches = launch(nodes, **{"leases": [1.5, 30.0], "lists": [[1], [0]], **more})
+    times = {"leases": [1.5, 30.0], "lists": [[1], [0]], "fence_after": 1.5}
+    watches = launch(nodes, **{**times, **more})
     return nodes[0], nodes[1], watches[0]
 
 
