@@ -4,7 +4,7 @@ To answer a query, sdk-core applies also the events that no workflow task has be
 time of the task before, and sends what the workflow then orders with the next task. Such a history
 cannot be replayed: docs/decisions/0049-events-that-come-with-a-query.md.
 
-A workflow that is slow is not interrupted: docs/decisions/0079-slow-is-not-deadlocked.md.
+A workflow that is slow is not removed while it runs: docs/decisions/0079-slow-is-not-deadlocked.md.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ class _TaskInstance(WrappedInstance):
         self._events = 0
         self._bytes = 0
         self._running = threading.Lock()
+        """Held while it runs: the SDK removes one that is slow without waiting for that."""
 
     def activate(self, act: WorkflowActivation) -> WorkflowActivationCompletion:
         if any(job.HasField("remove_from_cache") for job in act.jobs):
