@@ -29,7 +29,6 @@ from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
 from temporalio.worker import (
     Replayer,
-    UnsandboxedWorkflowRunner,
     Worker,
     WorkflowInstance,
     WorkflowInstanceDetails,
@@ -59,6 +58,7 @@ from relaunch.workflows.fleet.workflow import Fleet
 from relaunch.workflows.node_repair.workflow import NodeRepair
 from relaunch.workflows.notifier.workflow import Notifier
 from relaunch.workflows.runner import TaskRunner, _TaskInstance
+from relaunch.workflows.sealing import SealedRunner
 from relaunch.workflows.training_job.workflow import TrainingJob
 from tests.fakes.nodes import ManualClock, Script, SimulatedBackend
 from tests.invariants import assert_invariants, find_unbalanced
@@ -564,7 +564,7 @@ async def replay(*histories: WorkflowHistory, is_sandboxed: bool = True) -> None
         workflows=[TrainingJob, NodeRepair, Fleet, Notifier],
         workflow_runner=SandboxedWorkflowRunner(passed)
         if is_sandboxed
-        else UnsandboxedWorkflowRunner(),
+        else SealedRunner(),
         data_converter=data_converter(),
         debug_mode=True,  # without a limit of 2 s for a task
     )
