@@ -26,6 +26,7 @@ from relaunch.messages.seals import PLAIN_PAYLOAD, REQUIRED, SEALED
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+    from temporalio.client import Client
 
 ENCODING = b"binary/encrypted"
 KEY_ID = "encryption-key-id"
@@ -238,6 +239,15 @@ class ActivityCodec(PayloadCodec):
         if not all(SEALED in one.metadata for one in read):
             self._report(f"an activity is ordered again: {PLAIN_PROGRESS}")
             raise ApplicationError(PLAIN_PROGRESS, type=PLAIN_PAYLOAD, non_retryable=True)
+
+
+def has_proof(client: Client, read: Payload) -> bool:
+    """Return whether what a client has read was encrypted, where that is required.
+
+    What other workers answer to a query, or end a workflow with, may be anyone's.
+    """
+    codec = client.data_converter.payload_codec
+    return not (isinstance(codec, EncryptionCodec) and codec.required) or SEALED in read.metadata
 
 
 def _seal(read: Payload, stored: Payload) -> Payload:

@@ -30,7 +30,7 @@ from temporalio.worker import (
 )
 from temporalio.workflow import Info
 
-from relaunch.messages.seals import ORDER_AGAIN, PLAIN_PAYLOAD, REQUIRED, SEALED
+from relaunch.messages.seals import ORDER_AGAIN, PLAIN_PAYLOAD, PLAIN_RESULT, REQUIRED, SEALED
 
 log = logging.getLogger("relaunch.sealing")
 PLAIN_UPDATE = (
@@ -47,10 +47,6 @@ PLAIN_START = (
 PLAIN_ANSWER = (
     "the answer to {activity} is not encrypted, and this workflow takes only encrypted ones: a"
     " worker without the keys of this namespace gave it"
-)
-PLAIN_RESULT = (
-    "its result is not encrypted, and this workflow takes only encrypted ones: a worker without the"
-    " keys of this namespace gave it"
 )
 ASK_AGAIN = frozenset({"launch_ranks"})
 """Activities that their workflow orders again: it has to know that an answer was lost."""
@@ -168,7 +164,9 @@ class _SealedInstance(WrappedInstance):
             match command.WhichOneof("variant"):
                 case "schedule_activity":
                     order = command.schedule_activity
-                    self._activities[order.seq] = _OpenActivity(order.activity_type, _may_end(order))
+                    self._activities[order.seq] = _OpenActivity(
+                        order.activity_type, _may_end(order)
+                    )
                 case "request_cancel_activity":
                     if open_one := self._activities.get(command.request_cancel_activity.seq):
                         open_one.cancelled = True

@@ -11,3 +11,7 @@ PLAIN_PAYLOAD = "PlainPayload"
 ORDER_AGAIN = timedelta(seconds=2)
 """Until an activity is ordered again whose answer was refused. Someone who answers each time cannot
 fill a history faster."""
+PLAIN_RESULT = (
+    "its result is not encrypted, and only encrypted ones are taken here"
+    " (RELAUNCH_ENCRYPTION_REQUIRED): a worker without the keys of this namespace gave it"
+)
