@@ -678,7 +678,7 @@ async def test_a_run_that_cannot_say_what_it_knew_fails_nothing(
     assert (await last_state(ended(1000, knew("n1")), ended(2000, error)))[0] == nodes
 
 
-async def test_a_state_that_is_not_encrypted_is_lost_where_it_has_to_be() -> None:
+async def test_a_plain_state_is_lost_where_keys_are_required() -> None:
     codec = EncryptionCodec(required=True)
     asked, client = of(stand(), ended(1000, knew("n1")), OWN)
     client.data_converter = make_converter(codec, encrypts=False)
