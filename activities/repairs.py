@@ -10,7 +10,6 @@ from temporalio.common import RawValue
 from temporalio.service import RPCError, RPCStatusCode
 
 from relaunch.activities.stop import send_heartbeats
-from relaunch.encryption import has_proof
 from relaunch.messages.jobs import NodeRepairResult
 from relaunch.messages.seals import PLAIN_RESULT
 
@@ -29,6 +28,8 @@ class RepairActivities:
     @activity.defn
     async def follow_repair(self, input: FollowRepairInput) -> NodeRepairResult:
         """Wait until the repair ends, and return its result. A cancel leaves the repair alone."""
+        from relaunch.encryption import has_proof  # not for workflows, which import this module
+
         handle = self._client.get_workflow_handle(
             input.workflow_id, run_id=input.run_id, result_type=RawValue
         )
