@@ -261,15 +261,18 @@ class Service:
         nodes: int = 1,
         policy: dict[str, Any] | None = None,
         by: Installation | None = None,
+        warm: tuple[str, ...] = (),
     ) -> Job:
         folder = self.folder / "jobs" / name
         folder.mkdir(parents=True)
+        options = [] if warm else ["-S"]  # what waits in `sitecustomize` needs `site`
         spec = {
             "name": name,
-            "command": [sys.executable, "-S", str(RANK_PROGRAM), str(folder)],
+            "command": [sys.executable, *options, str(RANK_PROGRAM), str(folder)],
             "nodes": nodes,
             "fleet": FLEET,
             "policy": {"timeouts": TIMEOUTS, **(policy or {})},
+            **({"warm": list(warm)} if warm else {}),
         }
         path = folder / "job.yaml"
         path.write_text(json.dumps(spec))  # which is YAML too
