@@ -54,7 +54,7 @@ TIMED_COMMANDS = ("prepare", "warm", "diagnose", "reset-gpus", "reboot")
 a preparation, which expires; a `stop` forbids for ever what it stops, and is right at any time."""
 LATE_DELAY = 5.0
 """Seconds beyond the caller's own limit: the clocks of two machines are compared."""
-NOT_AHEAD = "its agent is of a release that cannot import ahead"
+NOT_AHEAD = "the agent there is of a release that cannot import ahead"
 MAX_MISSING = 300
 WATCH_LINES = ("hello", "observation", "heartbeat", "end", "outcome")
 SILENT_BEATS = 3

@@ -123,8 +123,9 @@ class Job:
             if f"RELAUNCH_JOB={self.name}".encode() in variables and any(
                 str(self.folder).encode() in word for word in words_of(pid)
             ):
-                (token,) = (one for one in variables if one.startswith(marker))
-                found[pid] = int(token.rpartition(b"/")[2])
+                # A Python that imports ahead has none.
+                for token in (one for one in variables if one.startswith(marker)):
+                    found[pid] = int(token.rpartition(b"/")[2])
         return found
 
     def until_ranks(self, generation: int, count: int) -> dict[int, int]:

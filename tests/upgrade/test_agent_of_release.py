@@ -103,10 +103,12 @@ async def test_a_job_starts_cold_where_an_agent_of_a_release_is(
             state = await job.state()
             nodes = [slot.node for slot in state.slots]
             assert nodes == ["n1", "n3" if generation == 3 else "n2"]
-            assert f"were started from nothing: {NOT_AHEAD}" in state.reason
             assert state.generation == generation
         world.places.heal("n2")
         said = world.worker.log.read_text()
+        for generation, nodes in ((1, "n1, n2"), (2, "n1, n2"), (3, "n1, n3")):
+            cold = f"its ranks on {nodes} were started from nothing: {NOT_AHEAD}"
+            assert f"generation {generation} runs on {nodes}; {cold}" in said
         assert f"job old: spare n3: not warm: {NOT_AHEAD}" in said
         assert not list(world.folder.rglob("standby.json"))
         job.let_end()
