@@ -117,7 +117,7 @@ def test_a_generation_is_not_killed_for_the_fault_of_the_last() -> None:
     assert not kills_survivors(replace(job, launched=(alive,)), 2)
     both = (plan_generation(job, 1, nodes), alive)
     assert not kills_survivors(replace(job, launched=both), 2), "one of them may be well"
-    earlier = replace(alive, submission=job.submission - 1)
+    earlier = replace(both[0], submission=job.submission - 1)
     assert not kills_survivors(replace(job, launched=(earlier,)), 2)
 
 
