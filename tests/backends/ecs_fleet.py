@@ -21,7 +21,7 @@ from relaunch.generation import Token
 from relaunch.spec.fleet import EcsOptions, FleetSpec
 from relaunch.spec.job import SecretReference
 from tests.agent_key import agent_key
-from tests.backends.fleets import Does, RealRanks
+from tests.backends.fleets import PATIENT, Does, RealRanks
 from tests.chaos.world import free_port
 from tests.doubles.aws import AwsDouble, Delays
 
@@ -71,7 +71,7 @@ class EcsFleet(RealRanks):
         self._opened: list[EcsBackend] = []
         self.backend: Backend = self.again()
 
-    def again(self) -> EcsBackend:
+    def again(self, answer_within: float = PATIENT) -> EcsBackend:
         options = EcsOptions(
             cluster=self._aws.cluster,
             task_definition=self._family,

@@ -57,6 +57,8 @@ class Does:
 
 
 RUNS = Does()
+PATIENT = 30.0
+"""Seconds within which a node answers, however busy the machine is."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,12 @@ class Fleet(Protocol):
         """Let it end."""
         ...
 
-    def again(self) -> Backend:
-        """Return another controller's backend for the same nodes."""
+    def again(self, answer_within: float = PATIENT) -> Backend:
+        """Return another controller's backend for the same nodes.
+
+        Args:
+            answer_within: Seconds for an answer, where a real node is asked.
+        """
         ...
 
     async def close(self) -> None: ...
@@ -173,7 +179,7 @@ class SimulatedFleet:
     def leave(self, node: str) -> None:
         self.simulated.leave(node)
 
-    def again(self) -> Backend:
+    def again(self, answer_within: float = PATIENT) -> Backend:
         return SimulatedBackend(self.spec, other=self.simulated)
 
     async def close(self) -> None:
@@ -245,7 +251,6 @@ class LocalFleet(RealRanks):
         nodes: int,
         folder: Path,
         agent: Path,
-        answer_within: float,
         tools: Tools | None = None,
     ) -> None:
         self.does = does
@@ -253,19 +258,17 @@ class LocalFleet(RealRanks):
         self.spec = spec("local", nodes, 0 if tools is None else 1)
         self.state = folder
         self.agent = agent
-        self.answer_within = answer_within
         self.opened: list[LocalBackend] = []
         self.visitors = []
-        self.local = self._open()
+        self.local = self.again()
         self.backend: Backend = self.local
         if tools is not None:
             for node in self.spec.nodes:
                 _install(tools, self.local.folder(node.name) / "bin")
 
-    def _open(self) -> LocalBackend:
-        backend = LocalBackend(self.spec, self.state, self.agent, self.answer_within)
-        self.opened.append(backend)
-        return backend
+    def again(self, answer_within: float = PATIENT) -> LocalBackend:
+        self.opened.append(LocalBackend(self.spec, self.state, self.agent, answer_within))
+        return self.opened[-1]
 
     def libraries(self, node: str) -> Path:
         return self.local.folder(node) / LIBRARIES
@@ -278,9 +281,6 @@ class LocalFleet(RealRanks):
 
     def reboot(self, node: str) -> None:
         reboot(self.local.folder(node))
-
-    def again(self) -> Backend:
-        return self._open()
 
     async def close(self) -> None:
         self.send_visitors_away()
@@ -304,7 +304,6 @@ class SshFleet(RealRanks):
         nodes: int,
         folder: Path,
         agent: Path,
-        answer_within: float,
         tools: Tools | None = None,
         server: Kind = DEFAULT,
     ) -> None:
@@ -312,7 +311,6 @@ class SshFleet(RealRanks):
         self.stamps: dict[tuple[str, Token], float] = {}
         self.state = folder
         self.agent = agent
-        self.answer_within = answer_within
         self.opened: list[SshBackend] = []
         self.visitors = []
         key = make_key(folder / "key")
@@ -348,8 +346,8 @@ class SshFleet(RealRanks):
         )
         self.backend: Backend = self.again()
 
-    def again(self) -> SshBackend:
-        self.opened.append(SshBackend(self.spec, self.agent, self.answer_within))
+    def again(self, answer_within: float = PATIENT) -> SshBackend:
+        self.opened.append(SshBackend(self.spec, self.agent, answer_within))
         return self.opened[-1]
 
     def libraries(self, node: str) -> Path:

@@ -80,9 +80,7 @@ def aws(tmp_path_factory: pytest.TempPathFactory, agent: Path) -> Iterator[Any]:
 async def make(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Make]:
     fleets: list[Fleet] = []
 
-    def made(
-        does: Mapping[int, Does] | None = None, nodes: int = 1, answer_within: float = 5.0
-    ) -> Fleet:
+    def made(does: Mapping[int, Does] | None = None, nodes: int = 1) -> Fleet:
         fleet: Fleet
         if request.param == "simulated":
             fleet = SimulatedFleet(does or {1: RUNS}, nodes)
@@ -92,9 +90,7 @@ async def make(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
             fleet = EcsFleet(does or {1: RUNS}, nodes, tmp_path, request.getfixturevalue("aws"))
         else:
             real = LocalFleet if request.param == "local" else SSH_FLEETS[request.param]
-            fleet = real(
-                does or {1: RUNS}, nodes, tmp_path, request.getfixturevalue("agent"), answer_within
-            )
+            fleet = real(does or {1: RUNS}, nodes, tmp_path, request.getfixturevalue("agent"))
         fleets.append(fleet)
         return fleet
 
@@ -496,7 +492,7 @@ async def test_a_generation_without_renewals_stops_itself(make: Make) -> None:
 
 async def test_renewing_with_an_old_stamp_extends_nothing(make: Make) -> None:
     fleet = make()
-    await launch(fleet, lease=0.8, fence_after=0.4)
+    await launch(fleet, lease=4.0, fence_after=1.0)  # the first renewal may be late
     stamps: list[float] = []
 
     def first(stamp: float) -> float:
@@ -506,7 +502,7 @@ async def test_renewing_with_an_old_stamp_extends_nothing(make: Make) -> None:
     lines = await read(fleet.backend, token(1), fenced, stamp=first)
     fence = observed(lines)[0]
     assert (fence["kind"], fence["why"]) == ("Fenced", "isolated")
-    assert 1.2 <= fence["stamp"] - stamps[0] < 2.2
+    assert fence["stamp"] - stamps[0] >= 5.0  # were it extended, it would not end
     assert len(stamps) > 3
 
 
@@ -519,16 +515,18 @@ async def test_a_renewal_ahead_of_the_nodes_clock_extends_nothing(make: Make) ->
 
 async def test_renewed_leases_hold(make: Make) -> None:
     fleet = make()
-    await launch(fleet, lease=0.6, fence_after=0.3)
+    await launch(fleet, lease=3.0, fence_after=1.0)  # renewals are late on a busy machine
     lines = await read(
         fleet.backend,
         token(1),
-        lambda lines: len(heartbeats(lines)) > 15,
+        lambda lines: (
+            bool(beats := heartbeats(lines)) and beats[-1]["stamp"] > beats[0]["stamp"] + 4.5
+        ),
+        heartbeat=0.5,
         stamp=lambda stamp: stamp,
     )
     assert observed(lines) == []
     beats = heartbeats(lines)
-    assert beats[-1]["stamp"] - beats[0]["stamp"] > 0.9
     assert sorted(beats[-1]["alive"]) == [0, 1]
 
 
@@ -537,7 +535,7 @@ async def test_a_node_whose_peer_is_leased_runs_on(make: Make) -> None:
     prepared = {}
     for node, ranks in (("n1", (0,)), ("n2", (1,))):
         address = fleet.backend.node(node).address
-        order = prepare_order(token(1), ranks, address=address, lease=0.6, fence_after=0.4)
+        order = prepare_order(token(1), ranks, address=address, lease=3.0, fence_after=1.5)
         prepared[node] = Peer(node, address, done(await prepare(fleet, node, order)).peer_port)
     for node, ranks, other in (("n1", (0,), "n2"), ("n2", (1,), "n1")):
         start = start_order(fleet, token(1), node, ranks, peers=(prepared[other],))
@@ -554,7 +552,7 @@ async def test_a_node_whose_peer_is_leased_runs_on(make: Make) -> None:
     lines = await read(
         fleet.backend,
         token(1),
-        lambda lines: bool(heartbeats(lines)) and heartbeats(lines)[-1]["stamp"] > first[0] + 1.6,
+        lambda lines: bool(heartbeats(lines)) and heartbeats(lines)[-1]["stamp"] > first[0] + 5.5,
         node="n2",
         stamp=only_once,
     )
@@ -568,7 +566,7 @@ async def test_a_node_whose_peer_is_leased_runs_on(make: Make) -> None:
 
 
 async def test_a_node_that_is_cut_off_is_silent_and_its_ranks_run_on(make: Make) -> None:
-    fleet = make(answer_within=0.6)
+    fleet = make()
     started = await launch(fleet)
     async with asyncio.timeout(PATIENCE), fleet.backend.watch("n1", token(1), 0, 0.1) as stream:
         lines = stream.lines()
@@ -578,10 +576,11 @@ async def test_a_node_that_is_cut_off_is_silent_and_its_ranks_run_on(make: Make)
             async for _ in lines:
                 pass
     assert broken.value.node == "n1"
+    other = fleet.again(answer_within=0.6)
     with pytest.raises(Unreachable):
-        await fleet.backend.list("n1")
+        await other.list("n1")
     with pytest.raises(Unreachable):
-        await read(fleet.backend, token(1), lambda lines: False)
+        await read(other, token(1), lambda lines: False)
     fleet.heal("n1")
     assert await reached(lambda: alive(fleet.backend, 1)) == [0, 1]
     assert done(await fleet.backend.start("n1", start_order(fleet, token(1)))).pids == started.pids
