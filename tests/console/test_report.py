@@ -251,6 +251,9 @@ def test_chromium_reads_the_page_of_twelve_incidents(tmp_path: Path, width: int)
         file, "--force-dark-mode", "--blink-settings=preferredColorScheme=0", "--dump-dom"
     )
     assert "rgb(20, 23, 29)" in dark
+    paper = tmp_path / "page.pdf"
+    browse(file, f"--print-to-pdf={paper}")
+    assert 1 < paper.read_bytes().count(b"/Type /Page\n") < 6, "sheets"
 
 
 def test_an_open_incident_is_shown_as_open() -> None:
