@@ -384,8 +384,9 @@ def count_ranks(node: Node) -> int:
     return count
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.long_after(variants=2)
 @pytest.mark.parametrize("victim", ["python", "pid"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_s1_3_a_warm_process_that_fails_costs_no_rank_twice(
     node: Node, job: Json, victim: str, number: signal.Signals
 ) -> None:

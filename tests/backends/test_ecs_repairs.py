@@ -259,7 +259,7 @@ async def test_a_node_that_never_returns_is_unknown_until_power_cycled(
     ("of", "in_group", "acts"),
     [
         pytest.param("reboot", False, 4, id="a reboot"),
-        pytest.param("reboot", True, 7, id="a reboot in a group"),
+        pytest.param("reboot", True, 7, id="a reboot in a group", marks=pytest.mark.long),
         pytest.param("power", False, 5, id="a stop and start", marks=pytest.mark.long),
         pytest.param("power", True, 8, id="those in a group", marks=pytest.mark.long),
     ],

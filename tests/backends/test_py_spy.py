@@ -28,6 +28,7 @@ async def ask(fleet: SshFleet, frames: bool = True) -> None:
     assert [row["rank"] for row in answer["stacks"]] == [0, 1]
 
 
+@pytest.mark.long
 async def test_a_node_gets_py_spy_once_and_only_for_frames(
     tmp_path: Path, agent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,6 +98,7 @@ async def test_two_controllers_that_ship_at_once_leave_one_agent(site: Site) -> 
     assert [one.name for one in (host.state / "agents").iterdir()] == [site.agent.name]
 
 
+@pytest.mark.long
 async def test_agents_of_long_ago_that_nothing_runs_are_swept(site: Site) -> None:
     host = site.host()
     await site.backend(host).list("n1")
@@ -166,6 +167,7 @@ async def test_a_host_of_the_ssh_configuration_keeps_its_own_address(
     )
 
 
+@pytest.mark.long
 async def test_a_key_that_only_the_ssh_agent_can_unlock_is_offered(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,6 +247,7 @@ async def test_a_changed_host_key_is_refused_with_both_keys(
     assert site.known_hosts.read_text().count("\n") == 2
 
 
+@pytest.mark.long
 async def test_a_host_is_asked_for_the_kind_of_key_that_is_known_of_it(site: Site) -> None:
     host = site.host(known=False, kinds=("ed25519", "ecdsa", "rsa"))
     for line in host.known_hosts.splitlines():
@@ -455,6 +458,7 @@ async def test_a_folder_of_another_user_is_refused(site: Site) -> None:
 # --- jump hosts -----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 async def test_a_node_behind_two_jump_hosts_is_reached_over_both(site: Site) -> None:
     first, second, host = site.host(), site.host(), site.host()
     way = f"{first.user}@{first.address}:{first.port},{second.address}:{second.port}"

@@ -237,6 +237,7 @@ async def test_run_prints_every_rank_and_exits_as_the_job_does(
     )
 
 
+@pytest.mark.long
 async def test_a_report_of_a_job_of_an_older_release_is_unknown(place: Place) -> None:
     """The job of these tests keeps no ledger, and its history is not that of a job."""
     await place.starter("submit", place.write_job("older", "exit", "3"), "--follow")
@@ -250,6 +251,7 @@ async def test_a_report_of_a_job_of_an_older_release_is_unknown(place: Place) ->
     assert "0.0 % to 100.0 % effective" in (place.folder / "older.html").read_text()
 
 
+@pytest.mark.long
 async def test_jobs_of_a_period_are_reported_together(place: Place) -> None:
     for name in ("first", "second"):
         await place.starter("submit", place.write_job(name, "exit", "0"), "--follow")

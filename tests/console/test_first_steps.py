@@ -148,6 +148,7 @@ async def test_a_host_that_kills_at_logout_is_detected(site: Site) -> None:
     assert "logout" in first["training network"].fix
 
 
+@pytest.mark.long
 async def test_a_host_down_and_a_host_refusing_login_hide_no_third(
     site: Site,
 ) -> None:
@@ -176,6 +177,7 @@ async def test_a_python_that_is_too_old_is_a_matter_of_the_agent(site: Site) -> 
     assert found["reached"].found is CheckResult.OK
 
 
+@pytest.mark.long
 async def test_a_wrong_training_network_is_found_on_the_node_itself(site: Site) -> None:
     host = site.host()
     spec = fleet_of(site, host)
@@ -275,6 +277,7 @@ async def test_without_a_terminal_nothing_is_asked_or_written(site: Site) -> Non
     assert site.known_hosts.read_text() == host.known_hosts
 
 
+@pytest.mark.long
 async def test_a_jump_host_is_not_stormed_by_many_nodes_behind_it(site: Site) -> None:
     jump = site.host(
         MaxStartups="12:100:12"

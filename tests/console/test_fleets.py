@@ -66,6 +66,7 @@ async def begun(place: Place, fleet: str) -> bool:
     return described.status is WorkflowExecutionStatus.RUNNING
 
 
+@pytest.mark.long
 async def test_listing_begins_a_fleet_that_is_new_or_was_terminated(
     place: Place,
 ) -> None:

@@ -191,6 +191,7 @@ def test_run_exits_as_its_job_with_the_callers_environment(
         time.sleep(0.02)
 
 
+@pytest.mark.long
 def test_ranks_of_submit_start_in_the_folder_of_submit(place: Place, tmp_path: Path) -> None:
     (tmp_path / "jobs").mkdir()
     (tmp_path / "jobs" / "job.yaml").write_text(
@@ -221,6 +222,7 @@ def test_a_signal_cancels_the_job_and_run_ends_with_it(
     assert (process.returncode, "CANCELLED: cancelled by" in err) == (CANCELLED, True), err
 
 
+@pytest.mark.long
 def test_a_closed_output_cancels_the_job(place: Place) -> None:
     line = "while :; do echo here; sleep 1; done"
     process = place.start("run", "--", "sh", "-c", line)
@@ -232,6 +234,7 @@ def test_a_closed_output_cancels_the_job(place: Place) -> None:
     assert (process.wait(WITHIN), "output of `relaunch run` was closed" in err) == (130, True), err
 
 
+@pytest.mark.long
 def test_under_nohup_only_ctrl_c_cancels(place: Place) -> None:
     process = place.start("run", "--", "sleep", "1000", through=("nohup",))
     submitted(process)
@@ -256,6 +259,7 @@ def test_a_second_ctrl_c_leaves_at_once(place: Place) -> None:
     assert (process.returncode, "exiting; " in err) == (130, True), err
 
 
+@pytest.mark.long
 def test_a_command_ends_with_its_client_while_the_job_goes_on(place: Place) -> None:
     process = place.start("run", "--name", "stays", "--", "sleep", "1000")
     submitted(process)
@@ -280,6 +284,7 @@ def test_a_command_ends_with_its_client_while_the_job_goes_on(place: Place) -> N
     assert place.call("cancel", "stays").returncode == 0
 
 
+@pytest.mark.long
 def test_a_killed_warm_process_ends_no_command_and_is_restarted(place: Place) -> None:
     process = place.start("run", "--name", "goes-on", "--", "sleep", "1000")
     submitted(process)
@@ -306,6 +311,7 @@ def test_changed_code_is_what_runs_next(place: Place) -> None:
     assert "changed" in place.call("jobs").stdout
 
 
+@pytest.mark.long
 def test_a_terminal_stays_one_and_settings_files_start_cold(place: Place, tmp_path: Path) -> None:
     ours, theirs = os.openpty()
     try:

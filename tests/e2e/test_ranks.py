@@ -216,6 +216,7 @@ async def read_page(world: World, *words: str) -> tuple[list[str], str, int | No
     return out.decode().splitlines(), err.decode(), process.returncode
 
 
+@pytest.mark.long
 async def test_a_preset_finds_the_step_in_what_one_rank_prints(world: World) -> None:
     """A bar of Lightning, which counts from the beginning in each epoch."""
     prints = r"""

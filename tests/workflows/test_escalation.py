@@ -467,6 +467,7 @@ async def test_a_question_is_withdrawn_once_the_fault_is_gone(
         assert one.told.notices[-1].reason == "a probe finds no fault of n1 any more"
 
 
+@pytest.mark.long
 async def test_a_persons_order_is_asked_about_to_its_end(
     skipping: WorkflowEnvironment,
 ) -> None:
