@@ -101,6 +101,11 @@ class AgentSession:
         """The connection over which the node has said that py-spy is there."""
         self._link: Link | None = None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the agent takes an order without being started, or logged in to, first."""
+        return self._link is not None and self._link.alive
+
     async def prepare(self, order: PrepareOrder) -> Preparation | Refusal:
         body = {key: value for key, value in asdict(order).items() if key != "token"}
         within = order.stop_grace + order.stuck_after + self._within
