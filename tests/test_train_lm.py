@@ -31,7 +31,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def eventually(what: str, holds: Callable[[], bool], seconds: float = 20.0) -> None:
+def eventually(what: str, holds: Callable[[], bool], seconds: float = 180.0) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
@@ -83,7 +83,7 @@ class Launch:
         assert {"py_callstack", "timestamp"} == set(error["extraInfo"])
         return str(error["message"])
 
-    def wait(self, seconds: float = 30.0) -> dict[int, int]:
+    def wait(self, seconds: float = 180.0) -> dict[int, int]:
         deadline = time.monotonic() + seconds
         return {
             rank: process.wait(max(0.0, deadline - time.monotonic()))
@@ -173,9 +173,9 @@ def test_torn_and_corrupt_checkpoints_are_skipped_in_words(
 def test_s3_6_a_dead_peer_fails_the_others_before_their_exchange(
     launch: Callable[..., Launch],
 ) -> None:
-    # A step of ten seconds: the loss has to be noticed while the ranks only wait, not at the next
+    # A step of a minute: the loss has to be noticed while the ranks only wait, not at the next
     # exchange.
-    ranks = launch("a", 4, "--steps", "3", "--batch", "8", "--step-time", "10").start()
+    ranks = launch("a", 4, "--steps", "3", "--batch", "8", "--step-time", "60").start()
     eventually(
         "all ranks are in their first step",
         lambda: all("going on" in ranks.log(r) for r in range(4)),
@@ -183,7 +183,7 @@ def test_s3_6_a_dead_peer_fails_the_others_before_their_exchange(
     ranks.ranks[1].kill()
     killed = time.monotonic()
     assert ranks.wait() == {0: 1, 1: -9, 2: 1, 3: 1}
-    assert time.monotonic() - killed < 8.0
+    assert time.monotonic() - killed < 50.0
     assert "ConnectionError: rank 0: Connection closed by peer: rank 1" in ranks.error(0)
     assert "ConnectionError: rank 3: Connection closed by peer: rank 0" in ranks.error(3)
 

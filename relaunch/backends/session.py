@@ -102,6 +102,11 @@ class AgentSession:
         """The connection over which the node has said that py-spy is there."""
         self._link: Link | None = None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the agent takes an order without being started, or logged in to, first."""
+        return self._link is not None and self._link.alive
+
     async def prepare(self, order: PrepareOrder) -> Preparation | Refusal:
         body = {
             key: value

@@ -82,10 +82,15 @@ def test_a_shim_killed_while_forking_leaves_no_rank_and_no_retry(
 
 
 @pytest.mark.parametrize(("name", "exits"), [("shim.reaped", 0), ("shim.journaled", 1)])
-def test_a_shim_killed_with_an_exit_in_hand(node: Node, name: str, exits: int) -> None:
-    pids = node.run(1, ["sh", "-c", "exec sleep $S"], rank_env=[{"S": "0.2"}, {"S": "1000"}])
+def test_a_shim_killed_with_an_exit_in_hand(
+    node: Node, tmp_path: Path, name: str, exits: int
+) -> None:
+    go = tmp_path / "go"
+    waits = ["sh", "-c", 'while [ ! -e "$GO" ]; do sleep 0.02; done']
+    pids = node.run(1, waits, rank_env=[{"GO": str(go)}, {"GO": "/nowhere"}])
     node.set_failpoint(name)
     watch = node.watch()
+    go.touch()
     kinds = [line["observation"]["kind"] for line in watch.read_rest() if "observation" in line]
     assert kinds == ["RankExited"] * exits + ["ShimDied"]
     wait_for(lambda: not any(map(is_alive, pids.values())))

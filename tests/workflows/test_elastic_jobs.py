@@ -29,7 +29,7 @@ from tests.workflows.conftest import MakeRig
 from tests.workflows.rig import Job, Rig, SimulatedFleets, fleet, policy, replay, worker
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-FENCING = {"lease": "2s", "lost_after": "600ms", "fence_after": "500ms", "stop_grace": "200ms"}
+FENCING = {"lease": "5s", "lost_after": "600ms", "fence_after": "500ms", "stop_grace": "200ms"}
 RUNS = Progress(rate=20.0, hangs=True)
 RANGE = {"min": 2, "max": 3}
 SOON: dict[str, Any] = {"grow_after": "1s"}

@@ -18,7 +18,7 @@ from tests.workflows.conftest import MakeRig
 from tests.workflows.rig import Rig, policy
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-FENCING = {"lease": "2s", "lost_after": "600ms", "fence_after": "500ms", "stop_grace": "200ms"}
+FENCING = {"lease": "5s", "lost_after": "600ms", "fence_after": "500ms", "stop_grace": "200ms"}
 RUNS = Progress(rate=20.0, hangs=True)
 HANG = {"after": "1s", "first_step": "60s"}
 
