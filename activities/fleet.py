@@ -27,7 +27,7 @@ from temporalio.client import (
     WorkflowQueryFailedError,
     WorkflowQueryRejectedError,
 )
-from temporalio.common import Priority, WorkflowIDConflictPolicy
+from temporalio.common import Priority, RawValue, WorkflowIDConflictPolicy
 from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
 
@@ -45,6 +45,7 @@ from relaunch.messages.fleets import (
     WatchFleetInput,
 )
 from relaunch.messages.ids import FLEET_ID_PREFIX, FLEET_PRIORITY, WORKFLOW_ID_PREFIX
+from relaunch.messages.seals import PLAIN_RESULT
 from relaunch.pool.events import FleetFileContent, PreviousRun
 from relaunch.pool.inventory import read_inventory
 from relaunch.pool.messages import Claim
@@ -243,19 +244,26 @@ class FleetActivities:
         None: it ended before a worker had processed it.
 
         Raises:
-            LookupError: it belongs to another task queue, so no worker here can replay it.
+            LookupError: it belongs to another task queue, so no worker here can replay it, or a
+                worker without the keys answered.
         """
+        from relaunch.encryption import has_proof  # not for workflows, which import this module
+
         if run.task_queue != activity.info().task_queue:
             raise LookupError(f"run {run.run_id} was of workers on task queue {run.task_queue}")
         handle = self._client.get_workflow_handle(run.id, run_id=run.run_id)
         try:
-            state: FleetState = await handle.query(
-                "state", result_type=FleetState, rpc_timeout=RESTORE_TIMEOUT
+            read: RawValue = await handle.query(
+                "state", result_type=RawValue, rpc_timeout=RESTORE_TIMEOUT
             )
         except RPCError as error:
             if error.status is not RPCStatusCode.FAILED_PRECONDITION:
                 raise
             return None
+        if not has_proof(self._client, read.payload):
+            raise LookupError(f"run {run.run_id}: {PLAIN_RESULT}")
+        converter = self._client.data_converter.payload_converter
+        state: FleetState = converter.from_payload(read.payload, FleetState)
         return state
 
     @activity.defn

@@ -73,8 +73,9 @@ class Settings(BaseModel):
     """Id of the key that encrypts what is written from now on; `none`: nothing is encrypted, and
     keys are only there to read."""
     encryption_required: bool = False
-    """Whether only what is encrypted is obeyed: workflows and activities with another input are not
-    run, and messages without a key are refused (docs/encryption.md)."""
+    """Whether only what is encrypted is obeyed and believed: workflows and activities with another
+    input are not run, messages without a key are refused, and answers to activities count as none
+    (docs/encryption.md)."""
     search_attributes: Literal["all", "ids"] = "all"
     """What the search attributes of jobs that are submitted from here show; they are never
     encrypted. `ids`: phase, generation and whether there is an incident, but no cause, strategy or

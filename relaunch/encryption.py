@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING
 from temporalio.activity import _CompleteAsyncError
 from temporalio.api.common.v1 import Payload
 from temporalio.converter import PayloadCodec
+from temporalio.exceptions import ApplicationError
 
 from relaunch.config import KEYRING_VARIABLE, NO_KEY, ConfigError, Settings
-from relaunch.messages.seals import REQUIRED, SEALED
+from relaunch.messages.seals import PLAIN_PAYLOAD, REQUIRED, SEALED
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+    from temporalio.client import Client
 
 ENCODING = b"binary/encrypted"
 KEY_ID = "encryption-key-id"
@@ -34,6 +36,10 @@ KEY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 MAX_KEY_ID = 64
 """Bytes of an id that are looked at: one more than any has."""
 MAX_KEY_FILE_BYTES = 1000
+PLAIN_PROGRESS = (
+    "its progress is not encrypted with a key of this worker, which takes no other"
+    " (RELAUNCH_ENCRYPTION_REQUIRED): a worker without the keys wrote it"
+)
 
 
 class UnreadablePayloadError(ConfigError):
@@ -214,8 +220,34 @@ class ActivityCodec(PayloadCodec):
                 )
             return read
         except ConfigError as error:
-            self._report(str(error))
+            self._report(f"an activity is left to another worker: {error}")
             raise _CompleteAsyncError from error
+
+    async def check_progress(self, details: Sequence[Payload]) -> None:
+        """Prove that an earlier attempt of an activity wrote what it has left, where that is
+        required. Left to its time-out, it would have the same details for ever.
+
+        Raises:
+            ApplicationError: Someone without the keys wrote it. The activity is ordered again.
+        """
+        if not self._codec.required:
+            return
+        try:
+            read = await self._codec.decode(details)
+        except ConfigError:
+            read = list(details)
+        if not all(SEALED in one.metadata for one in read):
+            self._report(f"an activity is ordered again: {PLAIN_PROGRESS}")
+            raise ApplicationError(PLAIN_PROGRESS, type=PLAIN_PAYLOAD, non_retryable=True)
+
+
+def has_proof(client: Client, read: Payload) -> bool:
+    """Return whether what a client has read was encrypted, where that is required.
+
+    What other workers answer to a query, or end a workflow with, may be anyone's.
+    """
+    codec = client.data_converter.payload_codec
+    return not (isinstance(codec, EncryptionCodec) and codec.required) or SEALED in read.metadata
 
 
 def _seal(read: Payload, stored: Payload) -> Payload:

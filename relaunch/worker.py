@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from temporalio.bridge.proto.activity_task import Start
 from temporalio.client import Client
 from temporalio.runtime import PrometheusConfig, Runtime, TelemetryConfig
 from temporalio.service import RPCError, RPCStatusCode
@@ -483,7 +484,8 @@ def make_worker(
 
 
 def _leave_unreadable_activities(worker: Worker, client: Client) -> None:
-    """Have the worker's activities use a codec that fails none of them for want of a key.
+    """Have the worker's activities use a codec that fails none of them for want of a key, and begin
+    with no progress that was not encrypted where that is required.
 
     The SDK has one converter for both, no public name for this, and its version is pinned.
     """
@@ -491,12 +493,20 @@ def _leave_unreadable_activities(worker: Worker, client: Client) -> None:
     if not isinstance(converter.payload_codec, EncryptionCodec):
         return
     codec = ActivityCodec(converter.payload_codec, _report_unreadable)
-    assert worker._activity_worker is not None
-    worker._activity_worker._data_converter = replace(converter, payload_codec=codec)
+    activities = worker._activity_worker
+    assert activities is not None
+    activities._data_converter = replace(converter, payload_codec=codec)
+    execute = activities._execute_activity
+
+    async def execute_proven(start: Start, *others: Any) -> Any:
+        await codec.check_progress(start.heartbeat_details)
+        return await execute(start, *others)
+
+    setattr(activities, execute.__name__, execute_proven)
 
 
 def _report_unreadable(reason: str) -> None:
-    logging.getLogger("relaunch").error("an activity is left to another worker: %s", reason)
+    logging.getLogger("relaunch").error("%s", reason)
 
 
 async def serve(settings: Settings, build: str | None, is_near: bool = False) -> None:

@@ -12,7 +12,7 @@ from relaunch.encryption import read_codec
 
 
 def decrypt(payload: Payload) -> Payload:
-    return read_codec(read_settings()).decrypt(payload)
+    return read_codec(read_settings(strict=False)).decrypt(payload)
 
 
 def read_failure(failure: Failure) -> str:

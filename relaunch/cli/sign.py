@@ -70,7 +70,7 @@ async def sign_start(
 
 def find_key() -> Path | None:
     """Return the key that signs; None: none is set."""
-    key = read_settings().ssh_key
+    key = read_settings(strict=False).ssh_key
     return None if key is None else key.expanduser()
 
 

@@ -16,7 +16,8 @@ from typing import Any, cast
 import pytest
 from pydantic_core import to_json
 from temporalio.client import Client, WorkflowExecutionStatus, WorkflowQueryFailedError
-from temporalio.common import WorkflowIDConflictPolicy
+from temporalio.common import RawValue, WorkflowIDConflictPolicy
+from temporalio.converter import DataConverter
 from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
 
@@ -33,6 +34,8 @@ from relaunch.activities.fleet import (
 )
 from relaunch.activities.launch import LaunchRanksOutput
 from relaunch.backends.base import Preparation, PrepareOrder, StartedRanks, StartOrder
+from relaunch.converter import make_converter, shared_converter
+from relaunch.encryption import EncryptionCodec
 from relaunch.generation import Token
 from relaunch.messages.fleets import (
     FleetFile,
@@ -108,6 +111,7 @@ class FakeClient:
     queries: list[str] = field(default_factory=list)
     described: list[str] = field(default_factory=list)
     started: list[tuple[Any, ...]] = field(default_factory=list)
+    data_converter: DataConverter = shared_converter
 
     def get_workflow_handle(self, id_: str, *, run_id: str | None = None) -> Handle:
         return Handle(self, id_, run_id)
@@ -151,7 +155,7 @@ class Handle:
         known = (await self.describe()).knew
         if isinstance(known, Exception):
             raise known
-        return known
+        return RawValue(self.client.data_converter.payload_converter.to_payload(known))
 
 
 def of(fleet: Stand, *runs: Run) -> tuple[FleetActivities, FakeClient]:
@@ -672,6 +676,14 @@ async def test_a_run_that_cannot_say_what_it_knew_fails_nothing(
     error: Exception, nodes: set[str]
 ) -> None:
     assert (await last_state(ended(1000, knew("n1")), ended(2000, error)))[0] == nodes
+
+
+async def test_a_plain_state_is_lost_where_keys_are_required() -> None:
+    codec = EncryptionCodec(required=True)
+    asked, client = of(stand(), ended(1000, knew("n1")), OWN)
+    client.data_converter = make_converter(codec, encrypts=False)
+    known = await environment().run(asked.read_last_state, "default")
+    assert (known.nodes, "is not encrypted" in known.lost) == ((), True)
 
 
 async def test_a_run_of_other_workers_is_not_asked() -> None:

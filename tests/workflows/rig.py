@@ -9,7 +9,7 @@ import asyncio
 import os
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -28,8 +28,8 @@ from temporalio.client import (
 from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
 from temporalio.worker import (
+    Interceptor,
     Replayer,
-    UnsandboxedWorkflowRunner,
     Worker,
     WorkflowInstance,
     WorkflowInstanceDetails,
@@ -55,10 +55,12 @@ from relaunch.spec.fleet import FleetSpec
 from relaunch.spec.job import JobSpec
 from relaunch.spec.policy import Policy, resolve
 from relaunch.temporal import data_converter
+from relaunch.worker import _leave_unreadable_activities
 from relaunch.workflows.fleet.workflow import Fleet
 from relaunch.workflows.node_repair.workflow import NodeRepair
 from relaunch.workflows.notifier.workflow import Notifier
 from relaunch.workflows.runner import TaskRunner, _TaskInstance
+from relaunch.workflows.sealing import SealedRunner
 from relaunch.workflows.training_job.workflow import TrainingJob
 from tests.fakes.nodes import ManualClock, Script, SimulatedBackend
 from tests.invariants import assert_invariants, find_unbalanced
@@ -453,6 +455,7 @@ def worker(
     *,
     cached: int = MAX_CACHED,
     build: str = "",
+    interceptors: Sequence[Interceptor] = (),
 ) -> Worker:
     """A worker of this build, or of none."""
     runner = CountingRunner()
@@ -469,7 +472,9 @@ def worker(
         deployment_config=deployment(queue, build) if build else None,
         max_heartbeat_throttle_interval=timedelta(milliseconds=100),
         graceful_shutdown_timeout=timedelta(seconds=5),
+        interceptors=interceptors,
     )
+    _leave_unreadable_activities(worker, client)
     return runner.attach(worker)
 
 
@@ -493,6 +498,7 @@ async def rig(
     is_patched: bool = False,
     access: dict[str, Any] | None = None,
     build: str = "",
+    interceptors: Sequence[Interceptor] = (),
 ) -> AsyncIterator[Rig]:
     more = {"limits": limits or {}, "notify": notify or [], "access": access}
     spec = fleet(nodes, spares, gpus, repairs, name, **more)
@@ -502,7 +508,8 @@ async def rig(
     await end_unserved_fleet(made)
     SERVED.add(made.queue)
     try:
-        async with worker(client, made.queue, fleets, archive, cached=cached, build=build):
+        more = {"cached": cached, "build": build, "interceptors": interceptors}
+        async with worker(client, made.queue, fleets, archive, **more):
             try:
                 yield made
             finally:
@@ -562,9 +569,7 @@ async def replay(*histories: WorkflowHistory, is_sandboxed: bool = True) -> None
     passed = SandboxRestrictions.default.with_passthrough_modules(*CORE, "re2")
     replayer = Replayer(
         workflows=[TrainingJob, NodeRepair, Fleet, Notifier],
-        workflow_runner=SandboxedWorkflowRunner(passed)
-        if is_sandboxed
-        else UnsandboxedWorkflowRunner(),
+        workflow_runner=SandboxedWorkflowRunner(passed) if is_sandboxed else SealedRunner(),
         data_converter=data_converter(),
         debug_mode=True,  # without a limit of 2 s for a task
     )

@@ -68,6 +68,7 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.messages.ids import REPAIR_ID_PREFIX
     from relaunch.messages.jobs import NodeRepairInput, NodeRepairResult
     from relaunch.messages.nodes import ExamineNodesInput
+    from relaunch.messages.seals import ORDER_AGAIN, PLAIN_PAYLOAD
     from relaunch.spec.policy import StragglerLimits
 
 Answer = TypeVar("Answer")
@@ -178,6 +179,7 @@ async def _launch_shard(
     note: Callable[[LaunchRanksOutput], None],
 ) -> LaunchRanksOutput:
     names = tuple(slot.node for slot in order.slots)
+    has_lost_answer = False
 
     async def send_order() -> LaunchRanksOutput:
         output = await workflow.execute_activity_method(
@@ -192,14 +194,24 @@ async def _launch_shard(
         note(output)
         return output
 
-    try:
-        return await unless_cancelled(send_order())
-    except ActivityError as error:
-        cause = error.cause
-        if isinstance(cause, ApplicationError) and cause.non_retryable:
-            why = "secret_missing" if cause.type == "SecretMissing" else "controller"
-            return LaunchRanksOutput(refusals=(NodeRefusal(names[0], why, cause.message),))
-        raise
+    while True:
+        try:
+            output = await unless_cancelled(send_order())
+        except ActivityError as error:
+            cause = error.cause
+            if isinstance(cause, ApplicationError) and cause.type == PLAIN_PAYLOAD:
+                has_lost_answer = True
+                await workflow.sleep(
+                    ORDER_AGAIN, summary=f"before {verb} of {_names(names)} is ordered again"
+                )
+                continue
+            if isinstance(cause, ApplicationError) and cause.non_retryable:
+                why = "secret_missing" if cause.type == "SecretMissing" else "controller"
+                output = LaunchRanksOutput(refusals=(NodeRefusal(names[0], why, cause.message),))
+            else:
+                raise
+        # What an attempt has started, it leaves to the next one, and that was lost with the answer.
+        return replace(output, start_sent=True) if has_lost_answer else output
 
 
 def _outcome(job: JobState, token: Token, outputs: list[LaunchRanksOutput]) -> Event:
