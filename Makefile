@@ -63,10 +63,9 @@ lint: setup
 types: setup
 	$(PY) -m mypy
 
+# Goes on where it was interrupted. RELAUNCH_TORCH_PYTHON names a Python with torch, for the parts that need it (docs/benchmarks.md).
 bench: setup
-	$(PY) -m benchmarks.run
-	$(PY) -m benchmarks.ssh
-	$(PY) -m benchmarks.ssh --nodes 200 --round-trip 50
+	$(PY) -m benchmarks $(if $(INTO),--into $(INTO)) $(if $(ONLY),--only $(ONLY))
 
 chaos: setup
 	$(PY) -m tests.chaos

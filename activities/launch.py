@@ -96,6 +96,8 @@ class LaunchRanksInput:
     """Where older generations may be alive on these nodes, as far as that is known."""
     run: str = ""
     """The run of the workflow that launched or watched ranks last; empty: not known."""
+    kills_older: bool = False
+    """Whether ranks of older generations are killed without `stop_grace`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -497,6 +499,7 @@ def _prepare_order(
         heartbeat=timeouts.heartbeat.total_seconds(),
         fleet=identity(input.token.namespace, input.spec.fleet, server),
         log_pattern=input.spec.progress.pattern,
+        kills_older=input.kills_older,
     )
 
 

@@ -185,6 +185,8 @@ def _select(
             name in one.channels
             if one.channels is not None
             else channel is None
-            or channel.takes(one.notice.event, one.notice.cause, one.notice.job)
+            or channel.takes(
+                one.notice.event, one.notice.cause, one.notice.job, one.notice.reminders
+            )
         )
     )

@@ -72,6 +72,7 @@ UNREAD_JOBS = "relaunch_unread_jobs"
 JOBS_READ = "relaunch_jobs_read_timestamp_seconds"
 WATCHES = "relaunch_watches"
 WATCH_ACKNOWLEDGED = "relaunch_watch_acknowledged_timestamp_seconds"
+WARM_NODES = "relaunch_warm_nodes"
 UNUSABLE_FILES = "relaunch_unusable_fleet_files"
 
 Labels = tuple[str, ...]
@@ -135,6 +136,7 @@ class StateSampler:
         running: RunningWatches,
         meter: MetricMeter,
         unusable_files: Callable[[], int],
+        warm_nodes: Callable[[], Mapping[str, int]],
     ) -> None:
         """Create the sampler.
 
@@ -145,12 +147,15 @@ class StateSampler:
             running: The watches of this worker.
             meter: Where the gauges are made.
             unusable_files: Returns how many fleet files this worker cannot use as they are now.
+            warm_nodes: Returns to how many nodes this worker has an open session, by fleet; without
+                fleets whose nodes have none.
         """
         self._client = client
         self._workflows = f'TaskQueue = "{task_queue}" AND ExecutionStatus = "Running"'
         self._names = fleets
         self._running = running
         self._count_unusable_files = unusable_files
+        self._count_warm_nodes = warm_nodes
         self._meter = meter.with_additional_attributes(
             {"namespace": client.namespace, "task_queue": task_queue}
         )
@@ -188,6 +193,9 @@ class StateSampler:
             "When the server last acknowledged a heartbeat of the watch that waits longest for it.",
             "fleet",
         )
+        self._warm_nodes = make(
+            WARM_NODES, "Nodes to which this worker has an open session.", "fleet", empty=0
+        )
         self._unusable_files = make(
             UNUSABLE_FILES, "Fleet files that this worker cannot use as they are now."
         )
@@ -205,6 +213,7 @@ class StateSampler:
         """Set every gauge once."""
         self._sample_watches()
         self._unusable_files.set({(): self._count_unusable_files()})
+        self._warm_nodes.set({(fleet,): count for fleet, count in self._count_warm_nodes().items()})
         await asyncio.gather(self._sample_fleets(), self._sample_jobs())
 
     async def _try(self, what: str, reading: Coroutine[object, object, Read]) -> Read | None:

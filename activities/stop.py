@@ -51,6 +51,8 @@ class StopRanksInput:
     counts as silence."""
     log_pattern: str | None = None
     """How steps are read from a rank's log."""
+    kills: bool = False
+    """Whether ranks are killed without `stop_grace`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,9 @@ async def stop_everywhere(backend: Backend, input: StopRanksInput) -> StopRanksO
     last_heard = {node: since - age.total_seconds() for node, age in input.unheard_for}
     generations = list_launches(input)
     grace = input.timeouts.stop_grace.total_seconds()
-    order = StopOrder(input.token, stop_grace=grace, log_pattern=input.log_pattern)
+    order = StopOrder(
+        input.token, stop_grace=grace, log_pattern=input.log_pattern, kills=input.kills
+    )
     stopped_at: dict[str, float] = {}
     silent: dict[str, str] = {}
     steps: list[int] = []

@@ -145,7 +145,7 @@ def gang_since(starts: Sequence[Start], since: int) -> int | None:
     return max(start.at for start in newest.values())
 
 
-def _await_gang(contender: Contender, since: int) -> int:
+def await_gang(contender: Contender, since: int) -> int:
     deadline = time.monotonic() + DEADLINE
     while (at := gang_since(contender.starts(), since)) is None:
         if time.monotonic() > deadline:
@@ -159,7 +159,7 @@ def measure_start(contender: Contender, folder: Path) -> float:
     """Start it and leave it running; return the seconds from the command to the fourth line."""
     began = time.monotonic_ns()
     contender.start(folder)
-    return (_await_gang(contender, began) - began) / 1e9
+    return (await_gang(contender, began) - began) / 1e9
 
 
 def measure_recovery(contender: Contender, rounds: int, seed: int = 1) -> list[float]:
@@ -172,11 +172,11 @@ def measure_recovery(contender: Contender, rounds: int, seed: int = 1) -> list[f
     for number in range(rounds):
         time.sleep(moment.uniform(*SETTLE))
         killed = contender.kill_a_rank(number % WORLD_SIZE)
-        _await_gang(contender, killed)
+        await_gang(contender, killed)
         time.sleep(
             SETTLE[0]
         )  # a second restart for the same kill would count: the gang has to stay
-        times.append((_await_gang(contender, killed) - killed) / 1e6)
+        times.append((await_gang(contender, killed) - killed) / 1e6)
     return times
 
 

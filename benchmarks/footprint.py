@@ -30,14 +30,18 @@ from benchmarks.rank import STEP_VARIABLE
 from benchmarks.relaunch import Relaunch
 from benchmarks.torchrun import Torchrun, version
 
-AGENT_NAMES = {
+NAMES = {
     "relaunch-shim": "shims",
     "relaunch-sup": "supervisors",
     "relaunch-guard": "guards",
     "relaunch-idle": "agent sessions and their commands",
     "relaunch-order": "agent sessions and their commands",
+    "relaunch-warm": "Pythons that import ahead",
+    "relaunch-up": "`up` itself",
+    "relaunch-worker": "worker",
 }
-"""The part that a process of the agent belongs to, by the name that it gives itself."""
+"""The part that a process belongs to, by the name that it gives itself. `up` and worker of a `run`
+without a server are forks of it, so their command is that of `run`."""
 PARTS = (
     "Temporal server",
     "worker",
@@ -48,6 +52,7 @@ PARTS = (
     "shims",
     "supervisors",
     "guards",
+    "Pythons that import ahead",
     "torchrun",
     "other",
 )
@@ -146,8 +151,8 @@ def find_part(pid: int) -> str:
         parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
     except OSError:
         return "other"
-    if name in AGENT_NAMES:
-        return AGENT_NAMES[name]
+    if name in NAMES:
+        return NAMES[name]
     if "start-dev" in words:
         return "Temporal server"
     if "torch.distributed.run" in words:

@@ -51,6 +51,7 @@ from relaunch.activities.worker_status import WorkerStatusActivities
 from relaunch.backends.artifact import build_agent
 from relaunch.backends.base import Backend, EventQueue, TellsPeople
 from relaunch.backends.local import LocalBackend
+from relaunch.backends.sessions import SessionBackend
 from relaunch.builds import HEARTBEAT_INTERVAL, build_id, deployment, list_running
 from relaunch.cli.files import read_fleet
 from relaunch.config import (
@@ -209,6 +210,14 @@ class WorkerFleets:
                 json.dumps(spec.access.model_dump(mode="json"), sort_keys=True).encode()
             ).hexdigest()[:12]
             for name, spec in self.specs.items()
+        }
+
+    def count_warm(self) -> dict[str, int]:
+        """Return to how many nodes there is an open session, by fleet; tasks of ECS have others."""
+        return {
+            name: backend.count_warm()
+            for name, backend in self.backends.items()
+            if isinstance(backend, SessionBackend)
         }
 
     def list_untaken(self) -> dict[str, dict[str, str]]:
@@ -656,6 +665,7 @@ async def _sample(
         running,
         meter,
         lambda: len(fleets.list_unusable()),
+        fleets.count_warm,
     )
     try:
         await sampler.run()

@@ -82,6 +82,9 @@ class PrepareOrder:
     another fleet are alive refuses it. Empty: not stated."""
     log_pattern: str | None = None
     """How steps are read from a rank's log, to know the last one of the generation before."""
+    kills_older: bool = False
+    """Whether ranks of older generations get SIGKILL without `stop_grace`, where an agent does it.
+    An agent of 0.1.0 does not, nor does Amazon ECS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +221,8 @@ class StopOrder:
     stuck_after: float = 30.0
     log_pattern: str | None = None
     """How steps are read from a rank's log, to know the last one."""
+    kills: bool = False
+    """Whether ranks get SIGKILL without `stop_grace`. Amazon ECS does not do it."""
 
 
 @dataclass(frozen=True, slots=True)

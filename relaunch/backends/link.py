@@ -80,6 +80,11 @@ class OrderBinder:
         self._ahead: float | None = None
         self.set_clock(greeting.get("stamp"))
 
+    @property
+    def is_before_keys(self) -> bool:
+        """Whether the agent is of release 0.1.0, whose greeting has no key."""
+        return self._key is None
+
     def set_clock(self, stamp: object) -> None:
         """Take what the node's clock showed just now. Any later moment is counted from here."""
         if isinstance(stamp, float) and math.isfinite(stamp):

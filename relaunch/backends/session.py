@@ -54,6 +54,7 @@ TIMED_COMMANDS = ("prepare", "warm", "diagnose", "reset-gpus", "reboot")
 a preparation, which expires; a `stop` forbids for ever what it stops, and is right at any time."""
 LATE_DELAY = 5.0
 """Seconds beyond the caller's own limit: the clocks of two machines are compared."""
+NOT_AHEAD = "the agent there is of a release that cannot import ahead"
 MAX_MISSING = 300
 WATCH_LINES = ("hello", "observation", "heartbeat", "end", "outcome")
 SILENT_BEATS = 3
@@ -101,8 +102,19 @@ class AgentSession:
         """The connection over which the node has said that py-spy is there."""
         self._link: Link | None = None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the agent takes an order without being started, or logged in to, first."""
+        return self._link is not None and self._link.alive
+
     async def prepare(self, order: PrepareOrder) -> Preparation | Refusal:
-        body = {key: value for key, value in asdict(order).items() if key != "token"}
+        body = {
+            key: value
+            for key, value in asdict(order).items()
+            if key not in ("token", "kills_older")
+        }
+        if order.kills_older:
+            body["older_grace"] = 0.0
         within = order.stop_grace + order.stuck_after + self._within
         answer = await self._call("prepare", {"token": self._token(order.token), **body}, within)
         if answer["outcome"] == "refused":
@@ -161,17 +173,16 @@ class AgentSession:
             return self._read_refusal("start", answer)
         started = answers.parse(self._node, "start", answers.StartAnswer, answer)
         warm = started.warm
-        return StartedRanks(
-            self._node,
-            {int(rank): pid for rank, pid in started.pids.items()},
-            started.already,
-            None if warm is None else "" if warm.forked else warm.reason or "no reason was given",
-        )
+        cold = None if warm is None else "" if warm.forked else warm.reason or "no reason was given"
+        if order.warm and self._link is not None and self._link.binder.is_before_keys:
+            cold = NOT_AHEAD
+        pids = {int(rank): pid for rank, pid in started.pids.items()}
+        return StartedRanks(self._node, pids, started.already, cold)
 
     async def stop(self, order: StopOrder) -> StopProof | Refusal:
         body = {
             "token": self._token(order.token),
-            "stop_grace": order.stop_grace,
+            "stop_grace": 0.0 if order.kills else order.stop_grace,
             "stuck_after": order.stuck_after,
             "log_pattern": order.log_pattern,
         }
@@ -182,6 +193,8 @@ class AgentSession:
         return StopProof(self._node, parse_place(answer.get("place")), stopped.step)
 
     async def warm(self, order: WarmOrder) -> WarmNode | Refusal:
+        if (await self._open()).binder.is_before_keys:
+            return Refusal(self._node, "unknown_order", NOT_AHEAD)
         body: dict[str, Any] = {
             "keep": order.keep,
             "command": order.command,

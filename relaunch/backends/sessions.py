@@ -155,6 +155,10 @@ class SessionBackend(ABC):
     ) -> Mapping[str, Any] | Refusal:
         return await self._session(node).reboot(id, boot_id, reason, fleet, by)
 
+    def count_warm(self) -> int:
+        """Return the number of nodes with an open session."""
+        return sum(session.is_open for session in self._sessions.values())
+
     async def close(self) -> None:
         sessions, self._sessions = self._sessions, {}
         await asyncio.gather(*(session.close() for session in sessions.values()))

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from relaunch.cli.report_views import (
-    MEDIANS,
-    describe_incident,
-    format_seconds,
-)
+from relaunch.cli.report_views import describe_incident, format_seconds
 from relaunch.config import ConfigError
+from relaunch.job.report import STAGES
 from relaunch.text import count_noun
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
@@ -59,9 +57,11 @@ def make_page(view: Mapping[str, Any]) -> str:
         hidden_lanes=len(view["jobs"][LANES:]),
         parts=parts,
         anchors={one["id"] for one in parts},
-        medians=MEDIANS,
+        stages=STAGES,
         rows=ROWS,
+        summary=_link_summary(view),
         trend=_draw_trend(view),
+        halves=view["trend"]["sentence"].rpartition(", ") if periods else ("", "", ""),
         most=max((one["interruptions"] for one in periods), default=0),
         period=_measure(periods[-1]) if periods else None,
         interruptions=count_noun(view["interruptions"], "interruption"),
@@ -85,44 +85,97 @@ def list_parts(view: Mapping[str, Any]) -> list[dict[str, Any]]:
     `id` is the anchor that the number links to.
     """
     incidents = view["incidents"]
-    of_job: dict[str, list[int]] = {}
-    for number, one in enumerate(incidents):
-        of_job.setdefault(one["job"], []).append(number)
-    for numbers in of_job.values():
-        numbers.sort(key=lambda number: incidents[number]["price"], reverse=True)
-    named = [
-        *(
-            (f"of-{one['account']}", one["what"], one["which"], one["account"])
-            for one in view["accounts"]
-        ),
-        *((f"of-cause-{one['cause']}", one["cause"], one["which"], "") for one in view["causes"]),
-        *((f"of-node-{at}", one["node"], one["which"], "") for at, one in enumerate(view["nodes"])),
-        *(
-            (f"of-job-{at}", one["job"], of_job.get(one["job"], []), "")
-            for at, one in enumerate(view["by_job"][:ROWS])
-            if len(view["by_job"]) > 1
-        ),
-        *(
-            (f"of-wait-{at}", f"{one['job']}: waited for {one['for']}", one["which"], "")
-            for at, one in enumerate(view["waits"][:ROWS])
-        ),
-    ]
+
+    def measure(which: Iterable[int], account: str | None = None) -> list[tuple[int, float]]:
+        """Return incidents, each with its time in an account, or else its price."""
+        return [
+            (number, incidents[number]["costs"].get(account, incidents[number]["price"]))
+            for number in which
+        ]
+
+    def find(holds: Callable[[Any], bool], stage: str | None = None) -> list[tuple[int, float]]:
+        """Return the incidents that had a stage, with its time; without one, with their price."""
+        found = [
+            (number, span)
+            for number, one in enumerate(incidents)
+            if holds(one)
+            and (span := one["price"] if stage is None else one["stages"][stage]) is not None
+        ]
+        return sorted(found, key=lambda one: one[1], reverse=True)
+
+    named = []
+    for one in view["accounts"]:
+        named.append((f"of-{one['account']}", one["what"], measure(one["which"], one["account"])))
+    for name, what, is_within in _list_periods(view):
+        named.append((f"of-{name}", what, find(is_within)))
+    for at, one in enumerate(view["by_job"][:ROWS] if len(view["by_job"]) > 1 else ()):
+        named.append((f"of-job-{at}", one["job"], find(partial(_has, "job", one["job"]))))
+    for at, one in enumerate(view["advice"]):
+        named.append((f"of-advice-{at}", one["what"], measure(one["which"], one["account"])))
+    for one in view["causes"]:
+        cause = one["cause"]
+        named.append((f"of-cause-{cause}", cause, measure(one["which"])))
+        named += [
+            (f"of-{stage}-{cause}", f"{cause}: {stage}", find(partial(_has, "cause", cause), stage))
+            for stage in STAGES
+        ]
+    for at, one in enumerate(view["nodes"]):
+        named.append((f"of-node-{at}", one["node"], measure(one["which"])))
+    for at, one in enumerate(view["waits"][:ROWS]):
+        what = f"{one['job']}: waited for {one['for']}"
+        named.append((f"of-wait-{at}", what, measure(one["which"], one["account"])))
     return [
         {
             "id": id,
             "what": what,
             "incidents": [
-                {
-                    **incidents[number],
-                    "number": number,
-                    "part": incidents[number]["costs"].get(account, incidents[number]["price"]),
-                }
-                for number in numbers[:LISTED]
+                {**incidents[number], "number": number, "part": span}
+                for number, span in times[:LISTED]
             ],
-            "hidden": len(numbers[LISTED:]),
+            "hidden": len(times[LISTED:]),
         }
-        for id, what, numbers, account in named
-        if numbers
+        for id, what, times in named
+        if times
+    ]
+
+
+def _list_periods(view: Mapping[str, Any]) -> list[tuple[str, str, Callable[[Any], bool]]]:
+    """Return the halves of the time and its periods: id, words, and which incidents are within."""
+    trend = view["trend"]
+    if trend is None:
+        return []
+    middle = _format_moment(trend["newer"]["start"])
+    named = [
+        ("newer", f"since {middle}", trend["newer"]),
+        ("older", f"before {middle}", trend["older"]),
+        *(
+            (f"period-{at}", f"until {_format_moment(one['end'])}", one)
+            for at, one in enumerate(trend["periods"])
+        ),
+    ]
+    return [
+        (id, f"interruptions {what}", partial(_is_within, period, id in ("older", "period-0")))
+        for id, what, period in named
+        if period["interruptions"]
+    ]
+
+
+def _is_within(period: Mapping[str, Any], is_first: bool, incident: Mapping[str, Any]) -> bool:
+    """Return whether an incident interrupted training within a period, as `job.trend` counts."""
+    start, end, opened = map(_parse, (period["start"], period["end"], incident["opened"]))
+    return bool(incident["costs"]) and start <= opened <= end and (is_first or opened > start)
+
+
+def _has(key: str, value: str, incident: Mapping[str, Any]) -> bool:
+    return bool(incident[key] == value)
+
+
+def _link_summary(view: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the clauses of the summary, each with the anchor of what it was computed of."""
+    anchors = {"worst:": "of-node-0", "getting": "trend"}
+    return [
+        (clause, anchors.get(clause.partition(" ")[0], "accounts"))
+        for clause in view["summary"].split("; ")
     ]
 
 
@@ -132,7 +185,6 @@ def _draw_trend(view: Mapping[str, Any]) -> list[dict[str, Any]]:
     if trend is None or not trend["sentence"]:
         return []
     periods = trend["periods"]
-    opened = [_parse(one["opened"]) for one in view["incidents"]]
     most = max(one["interruptions"] for one in periods)
     width = WIDTH / len(periods)
     return [
@@ -141,9 +193,6 @@ def _draw_trend(view: Mapping[str, Any]) -> list[dict[str, Any]]:
             "x": round(width * index + GAP, 2),
             "width": round(width - 2 * GAP, 2),
             "height": round(100 * one["interruptions"] / most, 2),
-            "first": next(
-                (at for at, when in enumerate(opened) if _parse(one["start"]) <= when), None
-            ),
         }
         for index, one in enumerate(periods)
     ]

@@ -11,7 +11,14 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from relaunch.job.accounts import Account
-from relaunch.job.report import PricedIncident, Report, describe_trend, format_span, summarize
+from relaunch.job.report import (
+    STAGES,
+    PricedIncident,
+    Report,
+    describe_trend,
+    format_span,
+    summarize,
+)
 from relaunch.job.trend import Period
 from relaunch.text import format_time, join_names
 
@@ -118,6 +125,7 @@ def report_view(report: Report, link: Link) -> dict[str, Any]:
                     for account in ACCOUNTS
                     if (span := one.cost(account))
                 },
+                "stages": _view_stages(one.find_stages()),
                 "link": link(one.job, one.incident.detected or one.incident.opened),
             }
             for one in report.incidents
@@ -127,13 +135,7 @@ def report_view(report: Report, link: Link) -> dict[str, Any]:
                 "cause": row.cause.value,
                 "count": row.count,
                 "price": row.price.total_seconds(),
-                "median": {
-                    "detect": _seconds(row.detect),
-                    "decide": _seconds(row.decide),
-                    "repair": _seconds(row.repair),
-                    "relaunch": _seconds(row.relaunch),
-                    "regain": _seconds(row.regain),
-                },
+                "median": _view_stages(row.medians),
                 "link": find_page(row.incidents),
                 "which": number(row.incidents),
             }
@@ -156,6 +158,7 @@ def report_view(report: Report, link: Link) -> dict[str, Any]:
             {
                 "job": row.job,
                 "for": row.whom,
+                "account": row.account.value,
                 "seconds": row.span.total_seconds(),
                 "incidents": row.count,
                 "link": find_page(row.incidents) or link(row.job, report.start),
@@ -174,6 +177,8 @@ def report_view(report: Report, link: Link) -> dict[str, Any]:
                 "reason": one.reason,
                 "setting": one.setting or None,
                 "saves": _seconds(one.saves),
+                "account": one.account and one.account.value,
+                "which": number(one.incidents, one.account),
             }
             for one in report.advice
         ],
@@ -198,6 +203,16 @@ def report_view(report: Report, link: Link) -> dict[str, Any]:
             "newer": _view_period(report.trend.newer),
             "periods": [_view_period(one) for one in report.trend.periods],
         },
+    }
+
+
+def _view_stages(spans: Mapping[str, timedelta | None]) -> dict[str, float | None]:
+    return {
+        "detect": _seconds(spans.get("detect")),
+        "decide": _seconds(spans.get("decide")),
+        "repair": _seconds(spans.get("repair")),
+        "relaunch": _seconds(spans.get("relaunch")),
+        "regain": _seconds(spans.get("regain")),
     }
 
 
@@ -252,13 +267,13 @@ def report_lines(view: Mapping[str, Any]) -> list[str]:
         )
     lines += _table(
         "what the faults cost; the times are medians",
-        ("cause", "incidents", "price", "detect", "decide", "repair", "relaunch", "regain"),
+        ("cause", "incidents", "price", *STAGES),
         [
             (
                 one["cause"],
                 str(one["count"]),
                 span(one["price"]),
-                *(span(one["median"][name]) for name in MEDIANS),
+                *(span(one["median"][name]) for name in STAGES),
             )
             for one in view["causes"]
         ],
@@ -295,9 +310,6 @@ def report_lines(view: Mapping[str, Any]) -> list[str]:
         lines.append(f"      {one['reason']}")
         lines += [f"      {one['setting']}"] if one["setting"] else []
     return lines
-
-
-MEDIANS = ("detect", "decide", "repair", "relaunch", "regain")
 
 
 def _length(period: Mapping[str, Any]) -> float:

@@ -40,6 +40,8 @@ MAX_EXPONENT = 100.0
 """Of e: beyond it nothing is kept."""
 REPAIRING = (Account.EXAMINING, Account.REPAIRING)
 RELAUNCHING = (Account.STOPPING, Account.LAUNCHING)
+STAGES = ("detect", "decide", "repair", "relaunch", "regain")
+"""Of an incident, in their order; a cause has the median of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +82,21 @@ class PricedIncident:
     def cost(self, *accounts: Account) -> timedelta:
         return sum((self.incident.costs.get(one, NONE) for one in accounts), NONE)
 
-    @property
-    def regained_after(self) -> timedelta | None:
-        """From the last launch until training had passed the step before the fault."""
-        one = self.incident
-        if one.launched is None or one.recovered is None:
-            return None
-        return max(NONE, one.recovered - one.launched)
+    def find_stages(self) -> dict[str, timedelta]:
+        """Return how long each of STAGES took; without those that it had not, or that are not
+        known.
+
+        Regain: from the last launch until training had passed the step before the fault.
+        """
+        one, found = self.incident, dict[str, timedelta]()
+        if one.costs:
+            found |= {"detect": self.cost(Account.DETECTING), "decide": self.cost(Account.DECIDING)}
+        for stage, accounts in (("repair", REPAIRING), ("relaunch", RELAUNCHING)):
+            if span := self.cost(*accounts):
+                found[stage] = span
+        if one.launched is not None and one.recovered is not None:
+            found["regain"] = max(NONE, one.recovered - one.launched)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +104,8 @@ class CauseCost:
     cause: Cause
     count: int
     price: timedelta
-    detect: timedelta | None
-    """Medians over its incidents, here and below; None: not known of any."""
-    decide: timedelta | None
-    repair: timedelta | None
-    """Examination and repair of those incidents that had one."""
-    relaunch: timedelta | None
-    regain: timedelta | None
+    medians: dict[str, timedelta | None]
+    """Of each of STAGES, over those of its incidents that had it; None: none had."""
     incidents: tuple[PricedIncident, ...] = ()
 
 
@@ -151,6 +156,10 @@ class Recommendation:
     """The key of a file of the user's, with its value; empty: there is none."""
     saves: timedelta | None = None
     """What it would have saved; None: not known."""
+    incidents: tuple[PricedIncident, ...] = ()
+    """Those that its figures are computed of."""
+    account: Account | None = None
+    """What of their time; None: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,11 +371,10 @@ def _list_causes(priced: Sequence[PricedIncident]) -> tuple[CauseCost, ...]:
             cause,
             len(found),
             sum((one.price for one in found), NONE),
-            _median(one.cost(Account.DETECTING) for one in found if one.incident.costs),
-            _median(one.cost(Account.DECIDING) for one in found if one.incident.costs),
-            _median(span for one in found if (span := one.cost(*REPAIRING))),
-            _median(span for one in found if (span := one.cost(*RELAUNCHING))),
-            _median(took for one in found if (took := one.regained_after) is not None),
+            {
+                stage: _median(took[stage] for one in found if stage in (took := one.find_stages()))
+                for stage in STAGES
+            },
             tuple(found),
         )
         for cause, found in by_cause.items()
@@ -592,6 +600,8 @@ def _advise_checkpoints(report: Report, figures: CheckpointFigures) -> list[Reco
             f"{format_span(best)}; now one every {format_span(trained)}",
             f"every {format_span(best)}, in the training program",
             max(NONE, (expect(best) - expect(trained)) * report.scheduled),
+            report.incidents,
+            Account.LOST_WORK,
         )
     ]
 
@@ -608,6 +618,8 @@ def _advise_spares(report: Report) -> list[Recommendation]:
             f"{count_noun(len(waited), 'incident')} waited {format_span(span)} for free nodes",
             "spare: true, in the fleet file",
             span,
+            tuple(waited),
+            Account.WAITING_FOR_NODES,
         )
     ]
 
@@ -633,6 +645,8 @@ def _advise_hang_limit(report: Report, ledgers: Sequence[Ledger]) -> list[Recomm
             f"step took {longest_text}, and {SAFETY_FACTOR} times that is {format_span(limit)}",
             f"hang: {{after: {minutes}m}}",
             saves,
+            tuple(hangs),
+            Account.DETECTING,
         )
     ]
 
@@ -657,6 +671,8 @@ def _advise_budget(report: Report) -> list[Recommendation]:
                 f"{format_span(span)} for a person",
                 f"causes.{row.cause}, in the policy",
                 span,
+                tuple(asked),
+                Account.WAITING_FOR_PERSON,
             )
         )
     return advice
@@ -675,6 +691,7 @@ def _advise_quarantine(report: Report) -> list[Recommendation]:
                     f"{format_span(saves)}",
                     f"relaunch nodes quarantine {row.node} --reason …",
                     saves,
+                    tuple(found),
                 )
             )
     return advice

@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any, Literal, get_args
 
 from relaunch.evidence.causes import Cause
-from relaunch.spec.fleet import SEVERITIES, NoticeEvent, Severity
+from relaunch.spec.fleet import NoticeEvent, Severity, find_severity
 from relaunch.text import count_noun, escape_controls, join_names, printable
 
 JSON_VERSION = 1
@@ -61,6 +61,8 @@ class Notice:
     workflow: str = ""
     """The id of the workflow whose page shows more."""
     run: str = ""
+    reminders: int = 0
+    """How many times people have been reminded of it, this time included; 0: it is new."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,13 +178,9 @@ class NotifierInput:
     inbox: tuple[Notice, ...] = ()
 
 
-def find_severity(event: MessageEvent) -> Severity:
-    return "info" if event == "test" else SEVERITIES[event]
-
-
 def find_grade(notices: Sequence[Notice]) -> Severity | Literal["resolved"]:
     """Return the gravest severity of the open notices; "resolved" if none is open."""
-    opened = {find_severity(one.event) for one in notices if one.state == "open"}
+    opened = {find_severity(one.event, one.reminders) for one in notices if one.state == "open"}
     return next((one for one in get_args(Severity) if one in opened), "resolved")
 
 
@@ -209,7 +207,7 @@ def shorten_notice(notice: Notice) -> Notice:
 
 def format_subject(fleet: str, notices: Sequence[Notice]) -> str:
     if len(notices) == 1:
-        return printable(f"relaunch: {_format_state(notices[0])}{notices[0].subject}")
+        return printable(f"relaunch: {_format_notice_subject(notices[0])}")
     opened = Counter(one.event for one in notices if one.state == "open")
     parts = [count_noun(count, *NOUNS[event]) for event, count in opened.items()]
     if resolved := len(notices) - opened.total():
@@ -227,17 +225,17 @@ def format_text(notices: Sequence[tuple[Notice, str]]) -> str:
         return _format_notice(*notices[0])
     lines = []
     for notice, link in notices[:MAX_LISTED]:
-        lines.append(
-            printable(f"- {_format_state(notice)}{notice.subject}: {notice.reason}", MAX_LINE)
-        )
+        lines.append(printable(f"- {_format_notice_subject(notice)}: {notice.reason}", MAX_LINE))
         lines += [f"  {line}" for line in (notice.command, link) if line]
     if len(notices) > MAX_LISTED:
         lines.append(f"- and {len(notices) - MAX_LISTED} more")
     return "\n".join(lines)
 
 
-def _format_state(notice: Notice) -> str:
-    return "resolved: " if notice.state == "resolved" else ""
+def _format_notice_subject(notice: Notice) -> str:
+    state = "resolved: " if notice.state == "resolved" else ""
+    reminder = f" (reminder {notice.reminders})" if notice.reminders else ""
+    return f"{state}{notice.subject}{reminder}"
 
 
 def _format_notice(notice: Notice, link: str) -> str:
@@ -271,7 +269,8 @@ def format_json(
                 "key": notice.key,
                 "state": notice.state,
                 "event": notice.event,
-                "severity": find_severity(notice.event),
+                "severity": find_severity(notice.event, notice.reminders),
+                "reminders": notice.reminders,
                 "at": notice.at.isoformat(timespec="seconds"),
                 "subject": notice.subject,
                 "reason": notice.reason,

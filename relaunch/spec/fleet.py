@@ -271,11 +271,23 @@ SEVERITIES: Mapping[str, Severity] = {
     "waiting": "warning",
     "slow_node": "info",
 }
-"""The same as those of the alerts in deploy/prometheus/rules.yml."""
+"""The same as those of the alerts in deploy/prometheus/rules.yml; before any reminder."""
+EVENTS_REMINDED_OF: tuple[NoticeEvent, ...] = ("question", "waiting")
+"""What is sent again, as a reminder, each time `answer_within` has passed."""
 EVENTS_OF_JOBS: tuple[NoticeEvent, ...] = ("question", "failed", "waiting", "slow_node")
 """What always has a job, except that a question may be that of a repair alone."""
 EVENTS_WITH_CAUSE: tuple[NoticeEvent, ...] = ("question", "failed", "quarantine", "waiting")
 """What may have a cause."""
+
+
+def find_severity(event: str, reminders: int = 0) -> Severity:
+    """Return the severity of a matter: of which people had to be reminded, critical.
+
+    Args:
+        event: What it is; one that no channel can name, such as a test, is only information.
+        reminders: How many times people have been reminded of it.
+    """
+    return "critical" if reminders else SEVERITIES.get(event, "info")
 
 
 def _check_job_pattern(value: str) -> str:
@@ -310,6 +322,9 @@ class Channel(StrictModel):
     )
     """Only matters of jobs whose name matches one of these, such as `llama-*`, and none that belong
     to no job; empty: all."""
+    from_reminder: int = Field(default=0, ge=0, le=100)
+    """Only matters of which people have been reminded so many times, such as 1 for those who are
+    asked when the others have not answered; 0: all."""
 
     @field_validator("webhook", "apprise", mode="before")
     @classmethod
@@ -329,33 +344,45 @@ class Channel(StrictModel):
             raise ValueError("a channel has exactly one address: webhook or apprise")
         if self.secret is not None and self.webhook is None:
             raise ValueError("secret signs what is sent to a webhook, and this channel has none")
-        if not self.list_events():
+        if not self.list_events() and not self.list_events(max(1, self.from_reminder)):
             events = ", ".join(f"{one} ({SEVERITIES[one]})" for one in self.events)
+            reminded = " and ".join(EVENTS_REMINDED_OF)
+            late = f", and people are reminded of {reminded} only" if self.from_reminder else ""
             jobs = ", and jobs matches none without a job" if self.jobs else ""
             raise ValueError(
                 f"it takes nothing: its events are {events}, its severities"
-                f" {', '.join(self.severities)}{jobs}"
+                f" {', '.join(self.severities)}{late}{jobs}"
             )
         return self
 
-    def list_events(self) -> tuple[NoticeEvent, ...]:
-        """Return the events of which it takes some matters at least."""
+    def list_events(self, reminders: int = 0) -> tuple[NoticeEvent, ...]:
+        """Return the events of which it takes some matters at least.
+
+        Args:
+            reminders: How many times people have been reminded of these matters.
+        """
+        if reminders < self.from_reminder:
+            return ()
         return tuple(
             one
             for one in self.events
-            if SEVERITIES[one] in self.severities and (not self.jobs or one in EVENTS_OF_JOBS)
+            if (not reminders or one in EVENTS_REMINDED_OF)
+            # A reminder is for those who know of the matter, too.
+            and {find_severity(one), find_severity(one, reminders)} & {*self.severities}
+            and (not self.jobs or one in EVENTS_OF_JOBS)
         )
 
-    def takes(self, event: str, cause: Cause | None, job: str) -> bool:
+    def takes(self, event: str, cause: Cause | None, job: str, reminders: int = 0) -> bool:
         """Whether a matter is sent here.
 
         Args:
             event: What it is.
             cause: Its cause; None: it has none.
             job: The name of its job; empty: it has none.
+            reminders: How many times people have been reminded of it.
         """
         return (
-            event in self.list_events()
+            event in self.list_events(reminders)
             and (not self.causes or cause is None or cause in self.causes)
             and (not self.jobs or any(bool(job) and fnmatchcase(job, one) for one in self.jobs))
         )
@@ -404,6 +431,8 @@ def find_untaken(channels: tuple[Channel, ...]) -> dict[str, str]:
             clauses.append("of repairs that no job has ordered")
         if missed := [one for one in clauses if one is not None]:
             found[event] = ", and ".join(missed)
+            if not able and any(event in one.list_events(one.from_reminder) for one in channels):
+                found[event] = "before people are reminded"
     return found
 
 

@@ -356,6 +356,14 @@ class Policy(StrictModel):
     strict_lease: bool = False
     """Whether ranks that are cut off stop themselves also on a single node and with
     `gang: independent`, where nothing vouches for them."""
+    kill_survivors: Literal["never", "checkpointed", "always"] = "never"
+    """When ranks that outlive a fault of their gang get SIGKILL at once, without `stop_grace`.
+
+    They wait for a rank that is gone, so what they do at SIGTERM, such as saving a checkpoint, may
+    never be done. checkpointed: once a checkpoint of their generation is known to be finished.
+    always: also without one. Only for a gang in lockstep of which a rank or a node is gone: not
+    after a hang, a preemption or a SIGTERM, nor where a whole gang is drained or cancelled.
+    """
     check_links: bool = True
     """Whether the nodes of a gang are asked whether they reach each other, before it is launched
     again a second time for a HANG or a NETWORK fault that names no node.

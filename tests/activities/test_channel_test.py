@@ -109,14 +109,22 @@ async def test_each_channel_gets_the_matters_that_its_keys_choose(
         Notice("failed", "end", "b", **about, job="llama-7b", cause=Cause.HANG),
         Notice("failed", "other", "c", **about, job="bert"),
         Notice("breaker", "breaker", "d", **about),
+        Notice("waiting", "wait", "e", **about, job="bert", cause=Cause.NODE_LOST),
+        Notice("waiting", "wait 1", "f", **about, job="bert", cause=Cause.HANG, reminders=1),
+        Notice("question", "ask 2", "g", **about, job="bert", cause=Cause.HANG, reminders=2),
     )
-    chosen: dict[str, tuple[dict[str, list[str]], list[str]]] = {
-        "everything": ({}, ["ask", "end", "other", "breaker"]),
-        "pager": ({"severities": ["critical"]}, ["ask", "breaker"]),
+    every = ["ask", "end", "other", "breaker", "wait", "wait 1", "ask 2"]
+    chosen: dict[str, tuple[dict[str, Any], list[str]]] = {
+        "everything": ({}, every),
+        "pager": ({"severities": ["critical"]}, ["ask", "breaker", "wait 1", "ask 2"]),
+        "chat": ({"severities": ["warning"]}, ["end", "other", "wait", "wait 1"]),
+        "second": ({"from_reminder": 1}, ["wait 1", "ask 2"]),
+        "third": ({"from_reminder": 2}, ["ask 2"]),
+        "second for nodes": ({"from_reminder": 1, "events": ["waiting", "failed"]}, ["wait 1"]),
         "team": ({"jobs": ["llama-*", "x"]}, ["ask", "end"]),
         "hangs of the team": ({"jobs": ["llama-*"], "causes": ["HANG"]}, ["end"]),
-        "hangs": ({"causes": ["HANG"]}, ["end", "other", "breaker"]),
-        "one letter": ({"jobs": ["ber[st]", "LLAMA-?b"]}, ["other"]),
+        "hangs": ({"causes": ["HANG"]}, ["end", "other", "breaker", "wait 1", "ask 2"]),
+        "one letter": ({"jobs": ["ber[st]", "LLAMA-?b"]}, ["other", *every[4:]]),
     }
     with ExitStack() as stack:
         hooks = {name: stack.enter_context(webhook()) for name in chosen}
@@ -124,6 +132,9 @@ async def test_each_channel_gets_the_matters_that_its_keys_choose(
         message = Delivery(1, tuple(AddressedNotice(one) for one in notices))
         await environment().run(server.people.deliver_notices, DeliverInput("default", message))
         got = {name: [one["key"] for one in hook.notices] for name, hook in hooks.items()}
-        severities = [one["severity"] for one in hooks["everything"].notices]
+        told = [(one["severity"], one["reminders"]) for one in hooks["everything"].notices]
+        subject = hooks["third"].bodies[0]["subject"]
     assert got == {name: keys for name, (_, keys) in chosen.items()}
-    assert severities == ["critical", "warning", "warning", "critical"]
+    grave, lesser = ("critical", 0), ("warning", 0)
+    assert told == [grave, lesser, lesser, grave, lesser, ("critical", 1), ("critical", 2)]
+    assert subject == "relaunch: g (reminder 2)"

@@ -139,6 +139,8 @@ class Scene:
     running: RunningWatches
     unusable: list[str]
     """Fleet files."""
+    warm: dict[str, int]
+    """Nodes with a session, by fleet."""
 
     def value(self, name: str, *labels: str) -> float | None:
         """Return the value of a series; None: it is unknown."""
@@ -150,6 +152,7 @@ class Scene:
 def scene(tmp_path: Path) -> Scene:
     server, shown, watches = Server(), Shown(), RunningWatches(tmp_path)
     unusable: list[str] = []
+    warm: dict[str, int] = {}
     samples = StateSampler(
         cast(Client, server),
         "relaunch",
@@ -157,8 +160,9 @@ def scene(tmp_path: Path) -> Scene:
         watches,
         cast(MetricMeter, shown),
         lambda: len(unusable),
+        lambda: warm,
     )
-    return Scene(server, shown, samples, watches, unusable)
+    return Scene(server, shown, samples, watches, unusable, warm)
 
 
 async def test_unusable_fleet_files_are_counted_while_they_are(scene: Scene) -> None:
@@ -166,6 +170,15 @@ async def test_unusable_fleet_files_are_counted_while_they_are(scene: Scene) -> 
         scene.unusable[:] = files
         await scene.samples.sample()
         assert scene.value(sampler.UNUSABLE_FILES) == len(files)
+
+
+async def test_nodes_with_a_session_are_counted_by_fleet(scene: Scene) -> None:
+    for warm in ({"gpus": 3}, {"gpus": 0, "lab": 2}, {"lab": 1}):
+        scene.warm.clear()
+        scene.warm.update(warm)
+        await scene.samples.sample()
+        shown = {fleet: scene.value(sampler.WARM_NODES, fleet) for fleet in ("gpus", *warm)}
+        assert shown == {"gpus": 0, **warm}
 
 
 async def test_a_fleet_is_asked_again_once_its_history_has_grown(scene: Scene) -> None:

@@ -20,6 +20,7 @@ from real_node import (
     is_alive,
     python_command,
     read_name,
+    refusal,
     token,
     wait_for,
 )
@@ -121,6 +122,17 @@ def test_a_generation_is_launched_once(node: Node) -> None:
     assert why(node.prepare(1)) == "refused not_above"
     started = node.start(1)
     assert started == {"outcome": "done", "pids": pids, "already": True}
+
+
+def test_the_generation_before_may_be_killed_without_its_grace(node: Node) -> None:
+    stubborn = ["sh", "-c", "trap '' TERM; echo armed; while :; do sleep 0.05; done"]
+    pids = node.run(1, stubborn, ranks=1, stop_grace=600.0)
+    wait_for(lambda: "armed" in node.log(0, 1))
+    expect_done(node.prepare(2, stop_grace=600.0, older_grace=0.0))
+    assert not any(map(is_alive, pids.values()))
+    kept = json.loads((node.folder(2) / "order.json").read_text())
+    assert (kept["stop_grace"], "older_grace" in kept) == (600.0, False), "its own is as ordered"
+    assert refusal(node.prepare(3, older_grace=-1)) == "bad_order"
 
 
 def test_a_prepared_generation_expires_and_may_be_prepared_again(node: Node) -> None:

@@ -9,8 +9,10 @@ import os
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -460,6 +462,7 @@ def test_an_examination_ends_every_standby(node: Node, job: Json) -> None:
 
 GPU_PROGRAM = """
 import sys
+import time
 from relaunch.agent.warm import hook
 hook.DEVICES = (sys.argv[1],)
 known = hook.list_descriptors()
@@ -520,12 +523,14 @@ def test_a_hundred_kills_leave_no_process_and_no_descriptor(node: Node, job: Jso
         return {"processes": processes, "handles": handles}, read_memory(session)
 
     begin(node, 1, COMMAND, **job)
-    seen = {}
+    seen, took = {}, {}
     for generation in range(2, 103):
         await_standby(node)
+        begun = time.monotonic()
         ranks = begin(node, generation, COMMAND, **job)
         assert ranks["warm"]["forked"]
         wait_for(lambda g=generation: "ran" in node.log(0, g) and "ran" in node.log(1, g))
+        took[generation] = 1000 * (time.monotonic() - begun)
         if generation in (4, 102):
             await_standby(node)
             node.pid("supervisor", generation)
@@ -534,3 +539,9 @@ def test_a_hundred_kills_leave_no_process_and_no_descriptor(node: Node, job: Jso
         os.kill(ranks["pids"]["0"], signal.SIGKILL)
     assert seen[102][0] == seen[4][0]
     assert seen[102][1] < seen[4][1] + 2.0, seen
+    # Compared by people: a machine with other work is slower now and then.
+    first, last = (
+        statistics.median(took[generation] for generation in which)
+        for which in (range(4, 14), range(93, 103))
+    )
+    print(f"from the order to ranks that run: {first:.0f} ms at first, {last:.0f} ms at last")

@@ -226,6 +226,17 @@ async def test_an_agent_that_dies_before_it_greets_is_unreachable(opened: Open) 
     for _ in range(5):
         with pytest.raises(Unreachable, match="could not be started"):
             await ask(session, "probe")
+        assert not session.is_open
+
+
+async def test_a_session_is_open_from_its_first_order_to_its_end(opened: Open) -> None:
+    session = opened({"probe": BOOT, "list": "die"})
+    assert not session.is_open
+    await ask(session, "probe")
+    assert session.is_open
+    with pytest.raises(Unreachable):
+        await session.list()
+    assert not session.is_open
 
 
 async def test_bytes_that_are_no_text_arrive_as_storable_text(opened: Open) -> None:

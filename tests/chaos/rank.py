@@ -184,7 +184,9 @@ class Gang:
         return self._read(self.files[0])
 
 
-def train(folder: Path, target: int, step_time: float, stand_still: bool = False) -> None:
+def train(
+    folder: Path, target: int, step_time: float, stand_still: bool = False, saves: bool = False
+) -> None:
     gang = Gang(stand_still) if WORLD_SIZE > 1 else None
 
     def together(number: int) -> int:
@@ -210,7 +212,8 @@ def train(folder: Path, target: int, step_time: float, stand_still: bool = False
             replace(checkpoint, str(step))
         if progress is not None and not (folder / "quiet").exists():
             with contextlib.suppress(OSError):  # a full disk of the node does not end the training
-                replace(Path(progress), json.dumps({"step": step, "loss": 1 / step}))
+                saved = {"checkpoint": step} if saves else {}
+                replace(Path(progress), json.dumps({"step": step, "loss": 1 / step, **saved}))
 
 
 def main() -> int:
@@ -222,6 +225,7 @@ def main() -> int:
     parser.add_argument(
         "--stand-still", action="store_true", help="wait without end for a lost peer"
     )
+    parser.add_argument("--saves", action="store_true", help="report each step as a checkpoint")
     parser.add_argument("--linger", action="store_true", help="after raising, wait for end.<rank>")
     parser.add_argument("--write-on", type=float, metavar="SECONDS", help="interval of `writes`")
     arguments = parser.parse_args()
@@ -248,7 +252,13 @@ def main() -> int:
         )
     print(f"rank {RANK} of generation {os.environ['RELAUNCH_GENERATION']} starts", flush=True)
     try:
-        train(folder, arguments.target, arguments.step_time, arguments.stand_still)
+        train(
+            folder,
+            arguments.target,
+            arguments.step_time,
+            arguments.stand_still,
+            arguments.saves,
+        )
     except Exception as error:
         text = traceback.format_exc()
         # As torch.distributed.elastic writes it.

@@ -364,6 +364,7 @@ class World:
     nodes: int = 2
     spares: int = 2
     python: str = sys.executable
+    worker_program: tuple[str, ...] = (sys.executable, str(ROOT / "worker.py"))
     gpus: int = 0
     repairs: str = "act"
     answer_within: float = 2.0
@@ -439,7 +440,7 @@ class World:
             *options,
         ]
         self.server = Process("server", command, self.environment, self.folder / "server.log")
-        command = [*self.places.within, sys.executable, str(ROOT / "worker.py")]
+        command = [*self.places.within, *self.worker_program]
         clock = self.clocks_of["worker"].variables if self.clocks else {}
         # Not a copy: a test may give the world other fleets, and start the worker again.
         environment = ChainMap(dict(clock), self.environment)

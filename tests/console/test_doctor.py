@@ -126,6 +126,7 @@ def test_matters_that_no_channel_takes_are_named(tmp_path: Path) -> None:
         "all": f"notify: [{{{address}}}]",
         "grave": f"notify: [{{{address}, severities: [critical, warning]}}]",
         "team": f"notify: [{team}, {{{address}, events: [breaker, quarantine], causes: [HANG]}}]",
+        "later": f"notify: [{{{address}, events: [breaker]}}, {{{address}, from_reminder: 1}}]",
         "none": "",
     }
     files = []
@@ -135,8 +136,13 @@ def test_matters_that_no_channel_takes_are_named(tmp_path: Path) -> None:
         files[-1].write_text(f"name: {name}\nbackend: local\n{nodes}\n{notify}\n")
     untaken = make_fleets(Settings(state=tmp_path / "state", fleets=tuple(files))).list_untaken()
     found = examine_routes([WorkerStatus("1@old"), WorkerStatus("1@a", untaken=untaken)])
-    grave, none, some = found
-    assert [one.subject for one in found] == [f"channels of {x}" for x in ("grave", "none", "team")]
+    grave, later, none, some = found
+    names = ("grave", "later", "none", "team")
+    assert [one.subject for one in found] == [f"channels of {x}" for x in names]
+    assert later.action and later.text == (
+        "no channel takes question, waiting before people are reminded; failed, quarantine,"
+        " slow_node"
+    )
     assert (grave.text, grave.action) == ("no channel takes slow_node", "")
     assert "it has none" in none.text and not none.action
     assert some.action and some.text == (

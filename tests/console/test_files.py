@@ -163,6 +163,12 @@ FLEET_MISTAKES = (
         5,
         ("takes nothing", "breaker (critical)"),
     ),
+    (
+        FLEET + "notify: [{apprise: 'a://b', events: [failed], from_reminder: 1}]\n",
+        5,
+        ("takes nothing", "reminded of question and waiting only"),
+    ),
+    (FLEET + "notify: [{apprise: 'a://b', from_reminder: -1}]\n", 5, ("from_reminder", "-1")),
     (FLEET + "webhook: hf_secret\n", 5, ("notify",)),
     # the dead man's switch
     (FLEET + "heartbeat: https://h/hf_secret\n", 5, ("heartbeat",)),

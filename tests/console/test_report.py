@@ -11,12 +11,13 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from relaunch.cli.report_page import LISTED, make_page, write_page
+from relaunch.cli.report_page import LISTED, list_parts, make_page, write_page
 from relaunch.cli.report_views import report_lines, report_view
 from relaunch.cli.reports import EventLinks
 from relaunch.config import ConfigError
@@ -64,6 +65,13 @@ def mixed_view() -> dict[str, Any]:
     return report_view(make_report([JobRecord(job, INCIDENTS)], T0), link)
 
 
+def fleet_view(linked: bool = True) -> dict[str, Any]:
+    """Two jobs together."""
+    job = make_job(longest_step=timedelta(seconds=40))
+    records = [JobRecord(replace(job, name=name), INCIDENTS) for name in ("llama", "bert")]
+    return report_view(make_report(records, T0), link if linked else lambda *_: None)
+
+
 def test_the_lines_of_a_report(page: SnapshotAssertion) -> None:
     assert "\n".join(report_lines(mixed_view())) == page(name="mixed")
     assert "\n".join(report_lines(view_of(12))) == page(name="twelve faults")
@@ -87,6 +95,7 @@ def test_a_page_needs_nothing_but_itself() -> None:
         re.findall(rf'href="({re.escape(UI)}/history/events/\d+)"', text)
     )
     assert "http" not in make_page(view_of(12, linked=False))
+    assert all(one in text for one in view_of(12)["definitions"].values())
 
 
 def test_each_number_of_a_page_leads_to_its_incidents() -> None:
@@ -114,6 +123,53 @@ def test_each_number_of_a_page_leads_to_its_incidents() -> None:
         ]
         assert costs and costs == sorted(costs, reverse=True)
     assert 'more <a href="#incidents">below' in text
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_no_number_of_a_page_is_without_its_link(linked: bool) -> None:
+    """What an incident itself is made of is in the web UI only."""
+    for view in (view_of(12, linked), fleet_view(linked)):
+        text = make_page(view)
+        assert set(re.findall(r'href="#([^"]+)"', text)) <= set(re.findall(r'id="([^"]+)"', text))
+        incidents = text.find('<table id="incidents">') if not linked else len(text)
+        body = re.sub(r"<style>.*?</style>|<title>.*?</title>", "", text[:incidents], flags=re.S)
+        for whole in (
+            r"<h1.*?</h1>",
+            r'<p id="trend">.*?</p>',
+            r'<td class="n">.*?</td>',
+            r"<b>.*?</b>",
+        ):
+            for part in re.findall(whole, body, re.S):
+                bare = re.sub(r"<a href=.*?</a>|<[^>]*>| since [-\d: ]+UTC", "", part, flags=re.S)
+                assert not re.search(r"\d", bare), part
+
+
+def test_a_median_leads_to_the_times_it_was_computed_of() -> None:
+    """So does each half of the trend, each column, and each advice, to its incidents."""
+    for view in (view_of(40), fleet_view()):
+        parts = {one["id"]: one for one in list_parts(view)}
+        for cause in view["causes"]:
+            for stage, middle in cause["median"].items():
+                part = parts.get(f"of-{stage}-{cause['cause']}")
+                if part is None or part["hidden"]:
+                    assert middle is None or part is not None
+                    continue
+                assert {one["cause"] for one in part["incidents"]} == {cause["cause"]}
+                times = [one["part"] for one in part["incidents"]]
+                assert times == sorted(times, reverse=True)
+                assert middle == pytest.approx(median(times))
+        trend = view["trend"]
+        for name, period in (
+            *((half, trend[half]) for half in ("older", "newer")),
+            *((f"period-{index}", one) for index, one in enumerate(trend["periods"])),
+        ):
+            part = parts.get(f"of-{name}", {"incidents": [], "hidden": 0})
+            price = sum(one["part"] for one in part["incidents"])
+            assert part["hidden"] or price == pytest.approx(period["price"])
+        for index, advice in enumerate(view["advice"]):
+            if advice["saves"] is not None:
+                listed = parts[f"of-advice-{index}"]["incidents"]
+                assert [one["number"] for one in listed] == advice["which"][:LISTED] != []
 
 
 def test_what_others_wrote_is_text_in_a_page() -> None:
@@ -194,6 +250,9 @@ def test_chromium_reads_the_page_of_twelve_incidents(tmp_path: Path, width: int)
         file, "--force-dark-mode", "--blink-settings=preferredColorScheme=0", "--dump-dom"
     )
     assert "rgb(20, 23, 29)" in dark
+    paper = tmp_path / "page.pdf"
+    browse(file, f"--print-to-pdf={paper}")
+    assert 1 < paper.read_bytes().count(b"/Type /Page\n") < 6, "sheets"
 
 
 def test_an_open_incident_is_shown_as_open() -> None:

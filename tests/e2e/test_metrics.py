@@ -150,6 +150,8 @@ async def test_a_fault_is_seen_in_prometheus_and_every_panel_has_data(
         await prometheus.until(f"sum(relaunch:questions{{{fleet}}})", 1)
         await prometheus.until("sum(relaunch_unread_jobs)", 0)
         await prometheus.until(f"sum(relaunch:nodes{{{fleet}}})", len(world.names))
+        # Those of the job that trains; on this machine a node that never had ranks has no session.
+        await prometheus.until(f"sum(relaunch_warm_nodes{{{fleet}}}) >= bool 2", 1)
         await prometheus.until('relaunch:jobs{phase="WAITING_FOR_PERSON"}', 1)
         # That of the question: the others have closed.
         await prometheus.until(f"sum(relaunch:open_incidents{{{fleet}}})", 1)

@@ -66,6 +66,70 @@ async def test_a_failed_job_reaches_a_webhook_and_doctor_names_others(
 
 
 @pytest.mark.long
+async def test_each_reminder_of_a_question_reaches_more_channels(
+    tmp_path: Path,
+) -> None:
+    """A worker that is killed in between changes nothing; the answer reaches all, once."""
+    async with World(tmp_path / "world", 123) as world:
+        with webhook() as first, webhook() as second, webhook() as third, webhook() as never:
+            channels = [
+                {"webhook": first.url},
+                {"webhook": second.url, "from_reminder": 1, "severities": ["critical"]},
+                {"webhook": third.url, "from_reminder": 2},
+                {"webhook": never.url, "from_reminder": 100},
+            ]
+            file = world.fleet_file
+            file.write_text(f"{file.read_text()}notify: {json.dumps(channels)}\n")
+            ladder = {"APPLICATION": [{"strategy": "ASK"}]}
+            times = {**TIMES, "answer_within": "4s"}
+            job = await world.submit(policy=resolve({"causes": ladder, "timeouts": times}))
+            await job.until_phase("RUNNING", generation=1)
+            (job.folder / "fail.1").write_text("KeyError: 'lr'")
+            await job.until_phase("WAITING_FOR_PERSON")
+
+            async def reminded() -> bool:
+                return bool(second.notices)
+
+            await eventually(reminded, "the second channel gets nothing", 120)
+            assert [one["reminders"] for one in first.notices][:2] == [0, 1], first.notices
+            assert not never.notices
+            await world.worker.end()
+            await world.worker.start()
+
+            async def reminded_again() -> bool:
+                return bool(third.notices)
+
+            await eventually(reminded_again, "the third channel gets nothing", 120)
+            state = await job.state()
+            assert (state.phase, state.generation) == ("WAITING_FOR_PERSON", 1), "it ends no job"
+            code, said = await world.run_starter("answer", job.name, "deny", "--reason", "a bug")
+            assert code == 0, said
+            await job.until_phase("FAILED")
+            hooks = (first, second, third)
+
+            async def resolved() -> bool:
+                return all(
+                    any(one["state"] == "resolved" for one in hook.notices) for hook in hooks
+                )
+
+            await eventually(resolved, "not all channels got the answer", 120)
+            assert not never.requests
+            for at, hook in enumerate(hooks):
+                # A message that the killed worker had sent may have come twice, by the same id.
+                bodies = {body["id"]: body for body in hook.bodies}.values()
+                asked = [
+                    one for body in bodies for one in body["notices"] if one["event"] == "question"
+                ]
+                told = [one["reminders"] for one in asked if one["state"] == "open"]
+                assert told == list(range(at, at + len(told))), "each once, from its first one on"
+                assert [one["state"] for one in asked].count("resolved") == 1
+                assert {one["severity"] for one in asked} == {"critical"}
+                assert len({one["key"] for one in asked}) == 1
+            subjects = [body["subject"] for body in third.bodies]
+            assert subjects[0] == f"relaunch: job {job.name} still waits for a person (reminder 2)"
+
+
+@pytest.mark.long
 async def test_a_test_message_goes_from_the_worker_to_every_channel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

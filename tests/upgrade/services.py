@@ -123,8 +123,9 @@ class Job:
             if f"RELAUNCH_JOB={self.name}".encode() in variables and any(
                 str(self.folder).encode() in word for word in words_of(pid)
             ):
-                (token,) = (one for one in variables if one.startswith(marker))
-                found[pid] = int(token.rpartition(b"/")[2])
+                # A Python that imports ahead has none.
+                for token in (one for one in variables if one.startswith(marker)):
+                    found[pid] = int(token.rpartition(b"/")[2])
         return found
 
     def until_ranks(self, generation: int, count: int) -> dict[int, int]:
@@ -261,15 +262,18 @@ class Service:
         nodes: int = 1,
         policy: dict[str, Any] | None = None,
         by: Installation | None = None,
+        warm: tuple[str, ...] = (),
     ) -> Job:
         folder = self.folder / "jobs" / name
         folder.mkdir(parents=True)
+        options = [] if warm else ["-S"]  # what waits in `sitecustomize` needs `site`
         spec = {
             "name": name,
-            "command": [sys.executable, "-S", str(RANK_PROGRAM), str(folder)],
+            "command": [sys.executable, *options, str(RANK_PROGRAM), str(folder)],
             "nodes": nodes,
             "fleet": FLEET,
             "policy": {"timeouts": TIMEOUTS, **(policy or {})},
+            **({"warm": list(warm)} if warm else {}),
         }
         path = folder / "job.yaml"
         path.write_text(json.dumps(spec))  # which is YAML too

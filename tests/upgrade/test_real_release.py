@@ -7,6 +7,8 @@ that people have.
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 import signal
 import subprocess
 import time
@@ -16,16 +18,19 @@ from pathlib import Path
 
 import pytest
 
+from relaunch.temporal import read_start_time
 from tests.releases.record import read_version
 from tests.releases.recording import list_releases
 from tests.upgrade.services import (
     FLEET,
     PATIENCE_S,
+    TIMEOUTS,
     WHEELS,
     Installation,
     Job,
     Service,
     checkout,
+    eventually,
     list_wheels,
     release,
 )
@@ -280,6 +285,89 @@ def test_workers_of_a_release_and_of_this_checkout_side_by_side(
     recover(jobs.trains, 3, 2)
     finish(service, jobs)
     end(worker, signal.SIGTERM)
+
+
+SPARE = "n4"
+
+
+def list_waiting(service: Service) -> dict[str, int]:
+    """Return the living processes that import ahead, by node; those that are ready."""
+    found = {}
+    for path in (service.state / "nodes").glob("*/jobs/*/warm/standby.json"):
+        record = json.loads(path.read_text())
+        if record["state"] == "ready" and read_start_time(record["pid"]) == record["started"]:
+            found[path.parts[-5]] = int(record["pid"])
+    return found
+
+
+def until_waiting(service: Service, nodes: list[str]) -> dict[str, int]:
+    eventually(
+        lambda: sorted(list_waiting(service)) == nodes,
+        lambda: f"{list_waiting(service)} import ahead, expected {nodes}",
+    )
+    return list_waiting(service)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_a_release_goes_on_where_this_checkout_imported_ahead(
+    service: Service, old: Installation, new: Installation
+) -> None:
+    """A release that cannot import ahead takes nodes, spare and job over, and gives them back."""
+    lines = service.fleet_file.read_text()
+    service.fleet_file.write_text(lines.replace(f"name: {SPARE},", f"name: {SPARE}, spare: true,"))
+    up = service.start_up(old)
+    service.do("nodes", "quarantine", RESERVED, "--fleet", FLEET, "--reason", "a fan is loud")
+    service.until_well()
+    end(up, signal.SIGTERM)
+    up, service.commands = service.start_up(new), new
+    service.until_well()
+    times = {**TIMEOUTS, "lease": "30s"}  # a spare imports ahead for as long as one may be lost
+    job = service.submit("ahead", 2, policy={"timeouts": times}, warm=("decimal",))
+    job.until("RUNNING")
+    job.until_steps()
+    used = job.show()["nodes"]
+    until_waiting(service, sorted([*used, SPARE]))
+    ranks = job.ranks()
+    end(up, signal.SIGTERM)
+
+    up, service.commands = service.start_up(old), old
+    put_back(service, new)
+    job.until("RUNNING")
+    job.until_steps()
+    assert job.ranks() == ranks
+    recover(job, 2, 2)
+    service.do("nodes", "quarantine", used[1], "--fleet", FLEET, "--reason", "x", "--drain",
+               "--within", "1s")  # fmt: skip
+    job.until("RUNNING", 3)
+    job.until_ranks(3, 2)
+    now_used = set(job.show()["nodes"])
+    assert now_used <= {"n1", "n2", "n3", SPARE} - {used[1]}
+    # On a node that the job has kept it waits beside the generation of the release.
+    eventually(
+        lambda: set(list_waiting(service)) <= now_used,
+        lambda: f"{list_waiting(service)} import ahead, and the job has {now_used}",
+    )
+    ranks = job.ranks()
+    end(up, signal.SIGKILL)
+
+    up, service.commands = service.start_up(new), new
+    service.until_well()
+    job.until("RUNNING", 3)
+    assert job.ranks() == ranks
+    recover(job, 4, 2)
+    until_waiting(service, sorted({*job.show()["nodes"], SPARE}))
+    recover(job, 5, 2)
+    said = (service.state / "worker.log").read_text()
+    assert re.search("generation 5 runs on .*; its ranks were forked from a Python", said)
+    service.do("nodes", "release", used[1], "--fleet", FLEET, "--reason", "it is well")
+    service.do("nodes", "release", RESERVED, "--fleet", FLEET, "--reason", "it was replaced")
+    job.let_end()
+    job.until_ended("SUCCEEDED")
+    assert (job.violations(), job.ranks()) == ([], {})
+    eventually(lambda: not list_waiting(service), lambda: f"{list_waiting(service)} outlive it")
+    service.until_well()
+    end(up, signal.SIGTERM)
 
 
 def use(service: Service, name: str, by: Installation) -> None:

@@ -312,6 +312,12 @@ async def test_closed_incidents_beyond_ten_are_all_in_the_archive(
         assert len(archived) == result.incidents_archived > 0
         assert [i.generation for i in (*archived, *result.incidents)] == list(range(1, faults + 1))
         assert len(result.incidents) <= 10
+        for one in archived:  # with its price, of what the job's accounts have
+            assert sum(one.costs.values(), timedelta(0)) > timedelta(0)
+        for account, span in result.state.ledger.totals.items():
+            incidents = (*archived, *result.incidents)
+            cost = sum((one.costs.get(account, timedelta(0)) for one in incidents), timedelta(0))
+            assert cost <= span
 
 
 async def test_after_a_reset_a_job_goes_on_above_its_nodes_generation(

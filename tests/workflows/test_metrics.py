@@ -166,7 +166,7 @@ async def test_the_sampler_shows_a_question_until_it_is_answered(
         running.open()
         meter = meters.runtime.metric_meter
         samples = StateSampler(
-            made.client, made.queue, lambda: ["default", "none"], running, meter, lambda: 0
+            made.client, made.queue, lambda: ["default", "none"], running, meter, lambda: 0, dict
         )
         job = await made.submit(policy(causes=ASK, max_restarts=4))
         state = await job.until_phase(Phase.WAITING_FOR_PERSON)

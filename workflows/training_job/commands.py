@@ -64,6 +64,7 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.job.ranks import processes_of
     from relaunch.job.slow_nodes import MAX_OF_GENERATION, list_slow
     from relaunch.job.state import Examine, Incident, JobState, Repair, Slot
+    from relaunch.job.survivors import kills_survivors
     from relaunch.messages.ids import REPAIR_ID_PREFIX
     from relaunch.messages.jobs import NodeRepairInput, NodeRepairResult
     from relaunch.messages.nodes import ExamineNodesInput
@@ -165,6 +166,7 @@ def _launch_orders(job: JobState, token: Token, slots: tuple[Slot, ...]) -> list
             fences=will_fence(job, len(slots)),
             first_group_rank=first,
             places=limit_places(job.places, (slot.node for slot in slots[first : first + SHARD])),
+            kills_older=kills_survivors(job, token.generation - 1),
         )
         for first in range(0, len(slots), SHARD)
     ]
@@ -352,6 +354,7 @@ async def prove_stopped(
                 generations=living_generations(job),
                 places=limit_places(job.places, nodes),
                 log_pattern=job.spec.progress.pattern,
+                kills=kills_survivors(job, generation),
             ),
             start_to_close_timeout=FOR_EVER,
             heartbeat_timeout=BEAT,

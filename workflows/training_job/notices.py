@@ -153,6 +153,7 @@ def _describe_wait(job: JobState) -> Notice:
             f"who has the nodes: relaunch nodes list --fleet {job.spec.fleet}",
             f"to end it: relaunch cancel {job.name} --reason …",
         ),
+        reminders=job.reminders - 1,  # the first time it waits that long is no reminder
     )
 
 
@@ -168,6 +169,7 @@ def _describe_question(job: JobState) -> Notice:
         ),
         wanted=f"an answer. Without an answer: {job.next.what}",
         command=f"relaunch answer {job.name} approve|deny|snooze|take-over --reason …",
+        reminders=job.reminders,
     )
 
 
@@ -193,6 +195,7 @@ def _describe_job(
     wanted: str,
     command: str,
     more: tuple[str, ...] = (),
+    reminders: int = 0,
 ) -> Notice:
     failure, info = find_failure(job), workflow.info()
     nodes = tuple(slot.node for slot in job.slots)
@@ -216,4 +219,5 @@ def _describe_job(
         cause=failure.fault.cause if failure else None,
         workflow=info.workflow_id,
         run=info.run_id,
+        reminders=reminders,
     )

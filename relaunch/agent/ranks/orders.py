@@ -99,6 +99,7 @@ def prepare(state: Path, order: Fields) -> Union[Json, ProcessHandover]:
         },
         "fleet": order.fleet(),
     }
+    older_grace = order.number("older_grace", fields["stop_grace"])
     pattern = _parse_pattern(order)
     if not fields["ranks"] or not all(
         isinstance(rank, int) and not isinstance(rank, bool) for rank in fields["ranks"]
@@ -143,9 +144,7 @@ def prepare(state: Path, order: Fields) -> Union[Json, ProcessHandover]:
             reason = (
                 f"generation {token.generation} of submission {token.submission} takes its place"
             )
-            stopped = stop_all(
-                job, others, token.order, fields["stop_grace"], fields["stuck_after"], reason
-            )
+            stopped = stop_all(job, others, token.order, older_grace, fields["stuck_after"], reason)
             reach_failpoint(state, "prepare.stopped")
             step, reached_in = read_last_step(_list_launched(job, token), pattern)
             gone: Json = {
