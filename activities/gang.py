@@ -191,6 +191,8 @@ class WatchedShard:
             for node in input.nodes
         }
         self._pace = pace
+        self._reached_before = None if before is None else before.at
+        """When training had advanced last, as the attempt before saw it."""
         self._faults: list[tuple[Observation, bool]] = []
         """Faults, each with whether it may be the root cause. That is judged once, because
         thousands come together."""
@@ -563,7 +565,7 @@ class WatchedShard:
         return WatchHeartbeat(
             generation=self.generation,
             step=self._pace.step,
-            at=self._pace.advanced_at or self._pace.started_at,
+            at=self._reached_at,
             rate=rate(self._pace),
             values=first.values if first else {},
             reachable=len(self._nodes) - len(silent),
@@ -756,9 +758,13 @@ class WatchedShard:
         report_at = self.input.report_at_step
         if report_at is None or self._pace.highest is None or self._pace.highest < report_at:
             return None
-        return StepReached(
-            self.generation, self._pace.highest, self._pace.advanced_at or self._pace.started_at
-        )
+        return StepReached(self.generation, self._pace.highest, self._reached_at)
+
+    @property
+    def _reached_at(self) -> datetime:
+        """When training last advanced, as this attempt or the one before saw it."""
+        own = self._pace.advanced_at or self._pace.started_at
+        return own if self._reached_before is None else max(own, self._reached_before)
 
     def _find_hang(self) -> RanksHung | None:
         if any(self._nodes[node].silent_since is None for node in self._unspoken):
@@ -914,7 +920,7 @@ class WatchedShard:
                 ProgressSeen(
                     self.generation,
                     self._pace.highest,
-                    self._pace.advanced_at or self._pace.started_at,
+                    self._reached_at,
                     restarts=self._pace.restarts,
                     # Of several watches one reports them, that of the job's first node.
                     figures=self._recorder.figures if self.input.judges else None,

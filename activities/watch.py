@@ -77,9 +77,10 @@ class WatchActivities:
         if before is not None and before.generation != input.token.generation:
             before = None
         if before is not None:
-            # Keep the learned pace. The current step is not known until a node reports it, and the
+            # Keep the learned pace and how far training has come: ranks that print no step now may
+            # end before one does. The current step is not known until a node reports it, and the
             # gap between the two watches must not count as an interval.
-            pace = replace(before.pace, step=None, highest=None, position=None, advanced_at=None)
+            pace = replace(before.pace, step=None, position=None, advanced_at=None)
         gang = WatchedShard(input, pace, before)
         try:
             with self._running.record(info.task_token, input.fleet):

@@ -413,6 +413,22 @@ async def test_what_was_learned_is_taken_over_from_the_attempt_before(plain: boo
     assert report.events[0].step == 7
 
 
+@pytest.mark.parametrize("step", [None, 60])
+async def test_how_far_training_has_come_outlives_the_attempt_that_saw_it(step: int | None) -> None:
+    """The rank that printed the steps may end before it prints another."""
+    prints = () if step is None else (Progress(steps=((0.0, step),)),)
+    fleet = stand(Script((*prints, Exit(exit_code=0, after=0.5))))
+    await fleet.launch()
+    seen = ago(5)
+    pace = Pace(ago(100), expected=True, step=91, highest=91, position=91, advanced_at=seen)
+    first = WatchHeartbeat(1, 91, seen, None, {}, 2, (), pace)
+    report = await fleet.watch(environment(2, (first,)))
+    assert isinstance(report.events[0], ProgressSeen)
+    assert report.events[0].step == 91 and report.events[0].at >= seen
+    (*_, left) = [one for beat in fleet.server.beats for one in beat]
+    assert isinstance(left, WatchHeartbeat) and left.pace.highest == 91 and left.at >= seen
+
+
 async def test_what_another_generation_left_is_not_taken_over() -> None:
     fleet = stand(Script((Exit(exit_code=0, after=0.5),)))
     await fleet.launch()
