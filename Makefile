@@ -1,6 +1,7 @@
 # setup demo test lint types long bench chaos programs corpus upgrade-test compose-test vm-test screenshots record-release dist reference: nothing else to remember.
 PY := .venv/bin/python
-WORKERS ?= 5
+WORKERS ?= 3
+SERVICE := tests/workflows tests/e2e tests/releases tests/activities tests/corpus
 # Folders of libraries of which next to nothing is ever imported, more than half of all that is installed.
 UNCOMPILED := sympy|mpmath|networkx|tests|pip|setuptools|mypyc?|lexers|apprise/plugins|moto/(?!core|utilities|moto_api|autoscaling|dynamodb|ec2|logs|sns|sqs)\w+
 
@@ -37,16 +38,17 @@ demo: setup
 	$(PY) examples/demo.py
 
 # Types and the pure core are only computed, and the other tests wait most of the time, so they run side by side, and what
-# computes gives way. pytest compiles each test file for itself, and keeps that: were it not done once before, five
-# processes would each do it, a minute of a core in all.
+# computes gives way. A process of pytest-xdist imports and lists all tests that its session has, so those with a service, which
+# are half of them, are a session of their own.
 test: lint
-	@log=$$(mktemp); trap 'rm -f "$$log"' EXIT; \
+	@logs=$$(mktemp -d); trap 'rm -rf "$$logs"' EXIT; \
 	(nice -n 10 $(PY) -m mypy & \
 	nice -n 10 $(PY) -m pytest -m "not long" --timeout 600 tests/recovery; core=$$?; \
-	wait $$! || exit 1; exit $$core) > "$$log" 2>&1 & pure=$$!; \
-	PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -q --collect-only --ignore tests/recovery > /dev/null; \
-	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m "not long" --ignore tests/recovery; rest=$$?; \
-	wait $$pure; pure=$$?; cat "$$log"; exit $$((rest + pure))
+	wait $$! || exit 1; exit $$core) > "$$logs/core" 2>&1 & core=$$!; \
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m "not long" $(SERVICE) > "$$logs/service" 2>&1 & service=$$!; \
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m "not long" --ignore tests/recovery $(SERVICE:%=--ignore %); rest=$$?; \
+	wait $$service; service=$$?; cat "$$logs/service"; \
+	wait $$core; core=$$?; cat "$$logs/core"; exit $$((rest + service + core))
 
 # The core's tables take every branch of it without the property tests. Counting them takes three times as long as running them.
 # -v: a run that is interrupted has said which tests failed.
