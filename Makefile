@@ -53,9 +53,9 @@ test: lint
 # The core's tables take every branch of it without the property tests. Counting them takes three times as long as running them.
 # -v: a run that is interrupted has said which tests failed.
 long: setup build/release/.installed
-	$(PY) -m pytest -v -n $(WORKERS) --dist worksteal -m long --timeout 600
+	$(PY) -m pytest -v -n 5 --dist worksteal -m long --timeout 600
 	$(PY) -m pytest -m "not long and not hypothesis" --timeout 600 tests/recovery --cov
-	RELAUNCH_TEST_CACHED=0 $(PY) -m pytest -n $(WORKERS) -m "not long" --timeout 600 tests/workflows
+	RELAUNCH_TEST_CACHED=0 $(PY) -m pytest -n 5 -m "not long" --timeout 600 tests/workflows
 
 lint: setup
 	.venv/bin/ruff check .

@@ -414,7 +414,7 @@ async def test_what_was_learned_is_taken_over_from_the_attempt_before(plain: boo
 
 
 @pytest.mark.parametrize("step", [None, 60])
-async def test_how_far_training_has_come_outlives_the_attempt_that_saw_it(step: int | None) -> None:
+async def test_how_far_training_has_come_outlives_its_attempt(step: int | None) -> None:
     """The rank that printed the steps may end before it prints another."""
     prints = () if step is None else (Progress(steps=((0.0, step),)),)
     fleet = stand(Script((*prints, Exit(exit_code=0, after=0.5))))
