@@ -1,7 +1,7 @@
 # setup demo test lint types long bench chaos programs corpus upgrade-test compose-test vm-test screenshots record-release dist reference: nothing else to remember.
 PY := .venv/bin/python
 WORKERS ?= 3
-SERVICE := tests/workflows tests/e2e tests/releases tests/activities tests/corpus
+SERVICE := tests/workflows tests/e2e tests/releases tests/activities tests/corpus tests/deploy tests/test_demo.py tests/test_wheel.py
 # Folders of libraries of which next to nothing is ever imported, more than half of all that is installed.
 UNCOMPILED := sympy|mpmath|networkx|tests|pip|setuptools|mypyc?|lexers|apprise/plugins|moto/(?!core|utilities|moto_api|autoscaling|dynamodb|ec2|logs|sns|sqs)\w+
 

@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 
@@ -22,6 +22,7 @@ from relaunch.spec.annotations import GRACE_PERIOD
 from relaunch.spec.job import JobSpec
 from relaunch.text import printable
 from tests.pages import sections
+from tests.recovery.generated import searched
 
 JOB = """\
 name: llama
@@ -278,7 +279,7 @@ def values(text: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     return st.tuples(anchor, many | keys).map("".join)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@searched(400)
 @given(
     st.lists(
         st.tuples(

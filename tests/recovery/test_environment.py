@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from syrupy.assertion import SnapshotAssertion
 
 from relaunch.spec.environment import parse_environment, serialize_environment
+from tests.recovery.generated import searched
 
 NAMES = st.text(
     st.characters(blacklist_characters="=\0", blacklist_categories=("Cs",)), min_size=1
@@ -15,6 +16,7 @@ NAMES = st.text(
 VALUES = st.text(st.characters(blacklist_characters="\0", blacklist_categories=("Cs",)))
 
 
+@searched(400)
 @given(st.dictionaries(NAMES, VALUES))
 def test_what_is_written_is_read_again(variables: dict[str, str]) -> None:
     assert parse_environment(serialize_environment(variables)) == variables

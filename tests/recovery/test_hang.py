@@ -25,6 +25,7 @@ from relaunch.job.hang import (
 )
 from relaunch.spec.policy import HangLimits
 from tests.recovery.builders import T0, at
+from tests.recovery.generated import searched
 
 LEARNED = HangLimits()
 FIXED = HangLimits(after=timedelta(seconds=30))
@@ -112,6 +113,7 @@ def test_a_counter_that_starts_again_goes_on() -> None:
     assert count([98, 98]).position == 98, "the same step is no advance"
 
 
+@searched(400)
 @given(st.lists(st.integers(0, 50), min_size=1))
 def test_a_position_grows_if_and_only_if_a_report_changes(steps: list[int]) -> None:
     positions = [count(steps[: end + 1]).position for end in range(len(steps))]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from relaunch.pool.events import ProbeOrder, ProbeResults, QuarantineCommand
@@ -16,6 +16,7 @@ from relaunch.pool.rounds import is_news
 from relaunch.pool.scheduler import WATCH
 from relaunch.pool.state import LiveGeneration, NodeProbe
 from tests.recovery.fleet_builders import Desk, began, gpus, nodes
+from tests.recovery.generated import searched
 
 NAMES = ("n1", "n2", "n3")
 FREE = gpus(8)
@@ -36,7 +37,7 @@ def make_desk() -> Desk:
     return Desk(*nodes(*NAMES, gpus=8))
 
 
-@settings(deadline=None)
+@searched(400)
 @given(st.lists(st.tuples(ANSWERS, ANSWERS, ANSWERS), min_size=1, max_size=4))
 def test_a_fleet_that_learns_only_news_misses_no_answer(
     rounds: list[tuple[NodeProbe, ...]],
