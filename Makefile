@@ -46,7 +46,7 @@ test: lint
 	nice -n 10 $(PY) -m pytest -m "not long" --timeout 600 tests/recovery; core=$$?; \
 	wait $$! || exit 1; exit $$core) > "$$logs/core" 2>&1 & core=$$!; \
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m "not long" $(SERVICE) > "$$logs/service" 2>&1 & service=$$!; \
-	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m "not long" --ignore tests/recovery $(SERVICE:%=--ignore %); rest=$$?; \
+	$(PY) -m pytest -n $$(($(WORKERS) + 1)) --dist worksteal -m "not long" --ignore tests/recovery $(SERVICE:%=--ignore %); rest=$$?; \
 	wait $$service; service=$$?; cat "$$logs/service"; \
 	wait $$core; core=$$?; cat "$$logs/core"; exit $$((rest + service + core))
 

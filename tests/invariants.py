@@ -8,8 +8,9 @@ use `assert_invariants`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from datetime import timedelta
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timedelta
+from typing import Any
 
 from relaunch.generation import Token
 from relaunch.job.accounts import Account
@@ -178,3 +179,11 @@ def find_unbalanced(job: JobState) -> list[str]:
         if cost > job.ledger.totals.get(account, timedelta(0)):
             found.append(f"incidents of {job.name} cost more {account} than was charged: {cost}")
     return found
+
+
+def assert_accounted(report: Mapping[str, Any], shown: Mapping[str, Any]) -> None:
+    """Hold `report --json` of a job that has ended against the times in its `show --json`."""
+    begin, end = shown["submitted"]["at"], shown["ended"]
+    took = (datetime.fromisoformat(end) - datetime.fromisoformat(begin)).total_seconds()
+    charged = sum(one["seconds"] for one in report["accounts"])
+    assert abs(charged - took) <= 1 and abs(report["wall"] - took) <= 1, (report, took)

@@ -13,6 +13,7 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 from tests.chaos.world import ENCRYPTION
+from tests.invariants import assert_accounted
 from tests.pages import sections
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,6 +82,9 @@ async def test_s16_a_key_error_is_shown_first_and_kept(
     code, out, err = await typed(tmp_path, "show", "first")
     assert code == 0, err
     shown = page_of(tmp_path, out[: out.index("\nnext ")])
+
+    views = [await typed(tmp_path, view, "first", "--json") for view in ("report", "show")]
+    assert_accounted(*(json.loads(out) for _, out, _ in views))
 
     words = entry["logs"].split()[1:]
     assert words == ["logs", "first", "--rank", "1", "--generation", "1"]

@@ -21,6 +21,7 @@ import pytest
 from relaunch.cli.web_views import COLUMNS, VIEWS, columns_script
 from tests.browser import PROGRAM, Browser, enter_codec_server
 from tests.console.commands import STARTER, bare_environment
+from tests.invariants import assert_accounted
 
 pytestmark = [
     pytest.mark.long,
@@ -150,7 +151,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         for job in ("llama-7b", "vit-large"):
             made.run("cancel", job)
         for job in ("llama-7b", "vit-large"):
-            made.until(job, "CANCELLED")
+            shown = made.until(job, "CANCELLED")
+            assert_accounted(json.loads(made.run("report", job, "--json")), shown)
     finally:
         for codec in others:
             codec.kill()
