@@ -42,8 +42,8 @@ demo: setup
 # are half of them, are a session of their own.
 test: lint
 	@logs=$$(mktemp -d); trap 'rm -rf "$$logs"' EXIT; \
-	(nice -n 10 $(PY) -m mypy & \
-	nice -n 10 $(PY) -m pytest -m "not long" --timeout 600 tests/recovery; core=$$?; \
+	(nice -n 3 $(PY) -m mypy & \
+	nice -n 3 $(PY) -m pytest -m "not long" --timeout 600 tests/recovery; core=$$?; \
 	wait $$! || exit 1; exit $$core) > "$$logs/core" 2>&1 & core=$$!; \
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m "not long" $(SERVICE) > "$$logs/service" 2>&1 & service=$$!; \
 	$(PY) -m pytest -n $$(($(WORKERS) + 1)) --dist worksteal -m "not long" --ignore tests/recovery $(SERVICE:%=--ignore %); rest=$$?; \
