@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import timedelta
 from pathlib import Path
 
@@ -91,7 +92,7 @@ async def test_each_reminder_of_a_question_reaches_more_channels(
                 return bool(second.notices)
 
             await eventually(reminded, "the second channel gets nothing", 120)
-            assert [one["reminders"] for one in first.notices][:2] == [0, 1], first.notices
+            assert first.notices[0]["reminders"] == 0 < first.notices[1]["reminders"]
             assert not never.notices
             await world.worker.end()
             await world.worker.start()
@@ -121,12 +122,14 @@ async def test_each_reminder_of_a_question_reaches_more_channels(
                     one for body in bodies for one in body["notices"] if one["event"] == "question"
                 ]
                 told = [one["reminders"] for one in asked if one["state"] == "open"]
-                assert told == list(range(at, at + len(told))), "each once, from its first one on"
+                # One that the next one overtook, while no worker ran, is not sent any more.
+                assert told == sorted(set(told)) and told[0] >= at, "each once, from its first on"
                 assert [one["state"] for one in asked].count("resolved") == 1
                 assert {one["severity"] for one in asked} == {"critical"}
                 assert len({one["key"] for one in asked}) == 1
             subjects = [body["subject"] for body in third.bodies]
-            assert subjects[0] == f"relaunch: job {job.name} still waits for a person (reminder 2)"
+            again = re.escape(f"relaunch: job {job.name} still waits for a person")
+            assert re.fullmatch(rf"{again} \(reminder [2-9]\)", subjects[0]), subjects
 
 
 @pytest.mark.long
