@@ -46,7 +46,8 @@ async def test_a_fleet_with_rules_from_the_command_line(world: World, tmp_path: 
     order = ("nodes", "quarantine", node, "--fleet", FLEET, "--reason", "a fan")
     release = ("nodes", "release", node, "--fleet", FLEET, "--reason", "mended")
     as_before = world.fleet_file.read_text()
-    assert (await relaunch(world, *order))[0] == 0, "without rules everyone may"
+    status, text = await relaunch(world, *order)
+    assert status == 0, text  # without rules everyone may
     assert (await relaunch(world, *release))[0] == 0
     access = {
         "people": {
