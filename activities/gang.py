@@ -18,7 +18,11 @@ from typing import Any
 
 from relaunch.activities.clocks import read_boot_clock
 from relaunch.activities.hangs import HangLooks, read_looks
-from relaunch.activities.observations import MESSAGE_LIMIT, read_observations
+from relaunch.activities.observations import (
+    MESSAGE_LIMIT,
+    read_observations,
+    read_unfinished,
+)
 from relaunch.activities.reports import (
     MissingProgress,
     WatchedCheckpoints,
@@ -28,8 +32,11 @@ from relaunch.activities.reports import (
 )
 from relaunch.activities.run_figures import RunRecorder
 from relaunch.activities.stragglers import StepTimes
+from relaunch.activities.unfinished import READ_TIMEOUT_S, UnfinishedRank, read_last_words
 from relaunch.backends.base import Backend, BackendError, ProtocolError, Refusal, WatchStream
+from relaunch.evidence.catalog import catalog
 from relaunch.evidence.observations import Observation, RankExited, RanksVanished
+from relaunch.evidence.rank_log import names_failure
 from relaunch.evidence.stragglers import SlowNode
 from relaunch.job.diagnose import is_root
 from relaunch.job.events import (
@@ -64,6 +71,15 @@ CASCADE_GATHER_TIMEOUT_S = 5.0
 may still be writing its traceback, and an interpreter that holds GPUs then takes seconds to end. On
 a slow machine, with one second, a peer's broken connection, on another node, was reported as the
 cause. A node that answers later than that has as long again (`_find_gather_end`)."""
+WORDS_INTERVAL_S = 1.0
+"""Seconds, while only secondary failures have arrived, until the nodes are asked (again) what ranks
+wrote that have not ended."""
+WORDS_LIMIT_S = 120.0
+"""Seconds before the first failure was seen in which a rank wrote the exception that is its cause:
+handlers at its exit may take a minute before its connections break. An older one was handled."""
+WORDS_SLACK_S = 10.0
+"""Seconds after an exception in which training may still be seen to advance: other ranks report the
+last step a little later."""
 STALE_AFTER_BEATS = 1.5
 """Heartbeat intervals without news after which a node's progress counts as unknown."""
 MAX_OBSERVATIONS = 16
@@ -198,6 +214,14 @@ class WatchedShard:
         thousands come together."""
         self._fault_at = math.inf
         """When the first of them was seen, by CLOCK_MONOTONIC."""
+        self._gathering = asyncio.Event()
+        """Set once only secondary failures have arrived, and their cause is looked for."""
+        self._unfinished: dict[str, tuple[UnfinishedRank, ...]] = {}
+        """Ranks that had not ended when their node was asked last, by node."""
+        self._first_words: asyncio.Event | None = None
+        """Set once all nodes were asked for the first time; None: they are not asked."""
+        self._stopped: list[RankExited] = []
+        """What ranks had written before their nodes stopped them."""
         self._returned: list[str] = []
         self._not_renewed = frozenset(input.lost)
         """Nodes that the job counts as lost. It may decide at any moment to go on without them,
@@ -355,6 +379,8 @@ class WatchedShard:
             view.seq = seq
             for observation in observations:
                 self.add_observation(node, observation)
+            if raw.get("stopped") and (before := raw.get("before_stop")) is not None:
+                self._stopped.append(read_unfinished(node, {**raw, **before}, "stopped", now))
             self._note_answer(node)
         elif "end" in line:
             self._note_answer(node)
@@ -625,24 +651,99 @@ class WatchedShard:
                 continue  # time limits may pass without news
 
     async def _gather(self) -> None:
+        """Wait for a root cause.
+
+        If no exit is one, it is what a rank wrote that was stopped, or has not ended.
+        """
         await asyncio.sleep(GATHER_DELAY_S)
         while self._may_have_later_root():
+            self._gathering.set()
             left = self._find_gather_end() - time.monotonic()
+            if left <= 0.0 and self._first_words is not None and not self._first_words.is_set():
+                left = READ_TIMEOUT_S  # the machine is busy, or the answers come in a moment
             if left <= 0.0:
-                return
+                break
             self._news.clear()
             try:
                 async with asyncio.timeout(left):
                     await self._news.wait()
             except TimeoutError:
                 continue
+        if self._cancelled is None and not any(root for _, root in self._faults):
+            failed = self._find_failed()
+            known = {(one.node, one.rank) for one in failed}
+            self._faults = [
+                (one, root)
+                for one, root in self._faults
+                if not isinstance(one, RankExited) or (one.node, one.rank) not in known
+            ] + [(one, True) for one in failed]
+
+    def _find_failed(self) -> list[RankExited]:
+        """Return the ranks that failed by what they wrote, and whose exits do not say so."""
+        return [one for one in (*self._stopped, *self._list_unfinished()) if self._has_failed(one)]
+
+    def _list_unfinished(self, *, only_ending: bool = False) -> list[RankExited]:
+        """Return the ranks that have not ended, as far as their nodes say.
+
+        Args:
+            only_ending: Only those that have begun to end.
+        """
+        return [
+            rank.words
+            for node, ranks in self._unfinished.items()
+            for rank in ranks
+            if rank.words.rank not in self._nodes[node].exited
+            and (rank.is_ending or not only_ending)
+        ]
+
+    def _has_failed(self, one: RankExited) -> bool:
+        """Return whether what a rank wrote, or that it dumps core, is the cause of the fault."""
+        if one.unfinished == "dumping":
+            return is_root(one)
+        step = self._nodes[one.node].steps.get(one.rank)
+        own = None if step is None else step.at
+        moved = self._lead.changed_at if self.input.in_lockstep else own
+        if moved is not None and (moved - one.at).total_seconds() > WORDS_SLACK_S:
+            return False  # it handled the exception
+        if one.error is None:
+            first = min(observation.at for observation, _ in self._faults)
+            if (first - one.at).total_seconds() > WORDS_LIMIT_S:
+                return False
+        return names_failure(one.log_tail, catalog(), one.error)
+
+    async def keep_reading_words(self, reach: Callable[[str], Backend]) -> None:
+        """Ask for what ranks wrote that have not ended, while only consequences have arrived.
+
+        Args:
+            reach: Returns the backend of a node.
+        """
+        self._first_words = asyncio.Event()
+        await self._gathering.wait()
+        while True:
+            await asyncio.sleep(WORDS_INTERVAL_S)
+            asked = [
+                node
+                for node, view in self._nodes.items()
+                if not self._all_exited(view) and view.silent_since is None
+            ]
+            await asyncio.gather(*(self._read_words(reach, node) for node in asked))
+            if not self._first_words.is_set():
+                self._first_words.set()
+                self._news.set()
+
+    async def _read_words(self, reach: Callable[[str], Backend], node: str) -> None:
+        words = await read_last_words(reach, self.input.token, node)
+        if words is not None:
+            ranks = self._list_ranks()[node]
+            self._unfinished[node] = tuple(one for one in words if one.words.rank in ranks)
 
     def _find_gather_end(self) -> float:
         """Return until when a root cause may still come, by CLOCK_MONOTONIC.
 
         A node that has not answered since the fault may be slow, and have the root: it is waited
         for, but no longer than a lease, before which its ranks cannot be replaced anyway. One whose
-        first answer was late may need some seconds more for the exits.
+        first answer was late may need some seconds more for the exits. So is a rank that is ending
+        and did not write why: its exit says it.
         """
         wait = CASCADE_GATHER_TIMEOUT_S + self.exit_delay
         limit = min(self.input.timeouts.lease, self.input.timeouts.lost_after).total_seconds()
@@ -654,6 +755,8 @@ class WatchedShard:
                 ends.append(view.answered_at + limit)
             elif view.late_at >= self._fault_at:
                 ends.append(view.late_at + wait)
+        if any(is_root(one) for one in self._list_unfinished(only_ending=True)):
+            ends.append(self._fault_at + limit)
         return max(ends)
 
     def _may_have_later_root(self) -> bool:

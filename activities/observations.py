@@ -10,7 +10,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, Literal
 
 from relaunch.evidence.observations import (
     EcsStop,
@@ -80,6 +80,38 @@ def read_observation(
         # that its ranks are gone.
         return RanksFenced(node, received_at, "superseded", reason)
     return None
+
+
+def read_unfinished(
+    node: str,
+    raw: Mapping[str, Any],
+    unfinished: Literal["alive", "dumping", "stopped"],
+    received_at: datetime,
+) -> RankExited:
+    """Return the observation of a rank whose exit does not say how it failed.
+
+    Args:
+        node: Its node.
+        raw: What it wrote and how long before: an answer to `last-words`, or an observation.
+        unfinished: What it was doing.
+        received_at: The receiver's time.
+    """
+    error, unreadable = read_error(raw.get("error"))
+    age = raw.get("log_age") if error is None else raw.get("error_age")
+    pid = raw.get("pid")
+    return RankExited(
+        node=node,
+        rank=int(raw["rank"]),
+        local_rank=int(raw["local_rank"]),
+        exit_code=None,
+        signal=None,
+        at=received_at - timedelta(seconds=float(age or 0.0)),
+        error=error,
+        error_unreadable=unreadable,
+        log_tail=_read_log_tail(raw),
+        pid=pid if isinstance(pid, int) else None,
+        unfinished=unfinished,
+    )
 
 
 def _read_ecs_stop(raw: Any) -> EcsStop | None:

@@ -123,6 +123,9 @@ class WatchActivities:
             reading = tasks.create_task(
                 gang.keep_reading_checkpoints(lambda node: self._reach(input.fleet, node, None))
             )
+            words = tasks.create_task(
+                gang.keep_reading_words(lambda node: self._reach(input.fleet, node, None))
+            )
             leaving = tasks.create_task(activity.wait_for_worker_shutdown())
             # Not one of these tasks: whatever becomes of it, the watch goes on.
             warming = asyncio.create_task(self._keep_spares(input))
@@ -139,7 +142,16 @@ class WatchActivities:
                     )
                 return await reporting
             finally:
-                for task in (*watchers, lease, reporting, looking, reading, leaving, warming):
+                for task in (
+                    *watchers,
+                    lease,
+                    reporting,
+                    looking,
+                    reading,
+                    words,
+                    leaving,
+                    warming,
+                ):
                     task.cancel()
 
     async def _keep_spares(self, input: WatchRanksInput) -> None:

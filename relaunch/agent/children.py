@@ -34,6 +34,12 @@ def _read_stacks(state: Path, order: Fields) -> Json:
     return stacks.read_stacks(state, order)
 
 
+def _read_last_words(state: Path, order: Fields) -> Json:
+    from relaunch.agent import last_words
+
+    return last_words.read_last_words(state, order)
+
+
 def _receive_py_spy(state: Path, order: Fields) -> Json:
     from relaunch.agent import py_spy
 
@@ -49,6 +55,7 @@ COMMANDS: dict[str, Command] = {
     "list": lambda state, order, reading, writing: reports.list_jobs(state, order),
     "logs": lambda state, order, reading, writing: reports.read_logs(state, order, reading),
     "stacks": lambda state, order, reading, writing: _read_stacks(state, order),
+    "last-words": lambda state, order, reading, writing: _read_last_words(state, order),
     "py-spy": lambda state, order, reading, writing: _receive_py_spy(state, order),
     "checkpoints": lambda state, order, reading, writing: checkpoints.read_checkpoints(
         state, order

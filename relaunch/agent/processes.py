@@ -129,6 +129,31 @@ def read_process(pid: int) -> Process | None:
     return Process(pid, fields[0].decode(), *numbers)
 
 
+_PF_EXITING = 0x4
+"""In the flags of /proc/<pid>/stat, from when a process begins to end (include/linux/sched.h)."""
+
+
+def read_ending(pid: int, started: int) -> str:
+    """Return how far a process is: "running", "dumping" core, "exiting" or "ended".
+
+    A process that ends gives back its memory and its GPUs first, and may take long for it.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read()
+        with open(f"/proc/{pid}/status", "rb") as file:
+            status = file.read()
+    except (FileNotFoundError, ProcessLookupError):
+        return "ended"
+    fields = text[text.rindex(b")") + 2 :].split()
+    if int(fields[19]) != started:
+        return "ended"
+    if b"\nCoreDumping:\t1\n" in status:
+        return "dumping"
+    is_exiting = fields[0] in (b"Z", b"X") or int(fields[6]) & _PF_EXITING
+    return "exiting" if is_exiting else "running"
+
+
 def identify_self() -> Process:
     process = read_process(os.getpid())
     assert process is not None, "a process that runs is in /proc"

@@ -330,6 +330,21 @@ class StacksAnswer(_Answer):
     stacks: Annotated[list[StackRow], Field(max_length=MAX_RANKS, fail_fast=True)]
 
 
+class LastWordsRow(_Row):
+    rank: Count
+    local_rank: Count
+    pid: Pid | None = None
+    state: Word = "running"
+    error: dict[str, Any] | None = None
+    error_age: Seconds | None = None
+    log_tail: Lines = []
+    log_age: Seconds | None = None
+
+
+class LastWordsAnswer(_Answer):
+    ranks: Annotated[list[LastWordsRow], Field(max_length=MAX_RANKS, fail_fast=True)]
+
+
 class CheckpointRow(_Answer):
     name: Annotated[str, Field(max_length=256)]
     format: Annotated[str, Field(max_length=32)]
@@ -495,6 +510,14 @@ class BelowExit(_Answer):
     log_tail: Lines = []
 
 
+class WrittenBefore(_Answer):
+    """What a rank had written before its node stopped it."""
+
+    error_age: Seconds | None = None
+    log_tail: Lines = []
+    log_age: Seconds | None = None
+
+
 class RankExitedLine(ObservationHead):
     rank: Count
     local_rank: Count
@@ -507,6 +530,7 @@ class RankExitedLine(ObservationHead):
     kernel: Lines | None = None
     kernel_unreadable: Reason | None = None
     launched: Annotated[list[BelowExit], Field(max_length=MAX_RANKS, fail_fast=True)] | None = None
+    before_stop: WrittenBefore | None = None
 
 
 class FencedLine(ObservationHead):
@@ -590,6 +614,21 @@ def parse_stacks(node: str, rank: int | None, answer: object) -> dict[str, Any]:
         if not row["processes"] and row["unreadable"] is None:
             row["unreadable"] = "the agent of the node is too old to say"
     return rows
+
+
+def parse_last_words(node: str, answer: object) -> dict[str, Any]:
+    """Return the answer to `last-words`, all of it checked, and with nothing that is not named.
+
+    Raises:
+        ProtocolError: It does not fit, or names a rank twice.
+    """
+    parsed = parse(node, "last-words", LastWordsAnswer, answer)
+    ranks = [row.rank for row in parsed.ranks]
+    if len(set(ranks)) != len(ranks):
+        raise ProtocolError(
+            node, f"its answer to last-words is of ranks {_shorten(ranks)}, expected each once"
+        )
+    return parsed.model_dump()
 
 
 def check_output(node: str, command: str, answer: Json, name: str) -> Json:

@@ -378,6 +378,13 @@ class Backend(Protocol):
         """
         ...
 
+    async def last_words(self, node: str, token: Token) -> Mapping[str, Any] | Refusal:
+        """Ask what the ranks of a generation that have not ended wrote last.
+
+        The answer is that of docs/reference/agent-protocol.md, `last-words`.
+        """
+        ...
+
     async def checkpoints(
         self, node: str, directory: str, workdir: str | None, pattern: str | None = None
     ) -> Mapping[str, Any] | Refusal:

@@ -279,6 +279,12 @@ class AgentSession:
             return self._read_refusal("stacks", answer)
         return answers.parse_stacks(self._node, rank, answer)
 
+    async def last_words(self, token: Token) -> Mapping[str, Any] | Refusal:
+        answer = await self._call("last-words", {"token": self._token(token)}, self._within)
+        if answer["outcome"] == "refused":
+            return self._read_refusal("last-words", answer)
+        return answers.parse_last_words(self._node, answer)
+
     async def _send_py_spy(self) -> Mapping[str, str]:
         """Send py-spy to the node unless it is there, and return what `stacks` says of it."""
         try:

@@ -106,6 +106,9 @@ class SessionBackend(ABC):
     ) -> Mapping[str, Any] | Refusal:
         return await self._session(node).stacks(token, rank, frames, within)
 
+    async def last_words(self, node: str, token: Token) -> Mapping[str, Any] | Refusal:
+        return await self._session(node).last_words(token)
+
     async def checkpoints(
         self, node: str, directory: str, workdir: str | None, pattern: str | None = None
     ) -> Mapping[str, Any] | Refusal:

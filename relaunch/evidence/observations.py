@@ -66,6 +66,10 @@ class RankExited:
     """Why ECS stopped it, for a rank that was an ECS task."""
     echo: bool = False
     """Whether its last lines blamed a peer's failure, and were left out for that."""
+    unfinished: Literal["", "alive", "dumping", "stopped"] = ""
+    """What it was doing, if it had failed by what it wrote and its exit does not say so: it has not
+    ended yet, is writing a core dump, or was stopped by its node before it had ended. Then how it
+    ended is not known, and `at` is when it wrote its last words."""
     kind: Literal["RankExited"] = "RankExited"
 
     @property

@@ -189,6 +189,25 @@ def is_echo_error(error: RankError, catalog: Catalog) -> bool:
     return _weigh(list(_read_error(error, catalog).values()), [], [], None)[0]
 
 
+def names_failure(lines: Sequence[str], catalog: Catalog, error: RankError | None = None) -> bool:
+    """Return whether a process that has not ended wrote the exception that ends it.
+
+    It blames no peer, and no line of training follows it.
+
+    Args:
+        lines: The end of its log.
+        catalog: The catalog with the user's overrides.
+        error: What it wrote into its error file, if it did.
+    """
+    if error is not None:
+        return not is_echo_error(error, catalog)
+    reader = _Reader(clean_lines(lines), catalog)
+    ended = outline_log(reader.lines, None, None).ended
+    if not ended or reader.find_last_progress() > ended[0]:
+        return False
+    return not read_rank_log(lines, None, None, catalog).is_echo
+
+
 @dataclass(frozen=True, slots=True)
 class _Reader:
     lines: list[str]

@@ -105,6 +105,14 @@ There may be several, because nodes that join later may have seen higher tokens.
 CLAIMED = "a node has seen a higher generation"
 """Recorded in place of a rung's label for such a launch."""
 
+UNFINISHED = {
+    "alive": (Role.WRAPPER, Cause.APPLICATION, "failed and has not ended yet"),
+    "dumping": (Role.SYMPTOM, Cause.UNKNOWN, "is writing a core dump: a signal ended it"),
+    "stopped": (Role.WRAPPER, Cause.APPLICATION, "failed and was stopped before it had ended"),
+}
+"""What is known of the end of a rank whose exit does not say how it failed, by
+`RankExited.unfinished`."""
+
 Fault = FaultObserved | RanksHung | LaunchFailed | LaunchRefused
 
 
@@ -535,7 +543,10 @@ def _find_write_time(one: RankExited) -> float | None:
 
 def _read(one: RankExited, known: _Readers) -> _Reading:
     kernel = known.kernel(one.kernel)
-    if one.ecs is not None:
+    if one.unfinished:
+        role, cause, reason = UNFINISHED[one.unfinished]
+        ending = Finding("exit", f"unfinished {one.unfinished}", role, reason, cause, pid=one.pid)
+    elif one.ecs is not None:
         ending = read_ecs_stop(one.ecs.stop_code, one.ecs.reason, one.exit_code, known.catalog)
     else:
         ending = read_exit(
@@ -791,6 +802,8 @@ def _first_words(observations: tuple[Observation, ...]) -> str:
         return "nothing was observed"
     first = min(observations, key=lambda o: o.at)
     match first:
+        case RankExited(unfinished=unfinished) if unfinished:
+            return f"{_who(first)} {UNFINISHED[unfinished][2]}"
         case RankExited():
             end = (
                 signal_name(first.signal) if first.signal is not None else f"code {first.exit_code}"

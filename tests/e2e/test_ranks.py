@@ -349,3 +349,50 @@ async def test_s3_6_an_echo_hides_no_cause_whichever_comes_first(world: World, f
     assert (str(incident.cause), incident.generation) == ("OUT_OF_MEMORY", 1)
     assert incident.ranks == ((0,) if first == "root" else (1,))
     await world.tidy(job)
+
+
+SLOW_TO_END = """
+import atexit, os, socket, sys, time
+rank, root = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) - 1
+address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+def leave():
+    for peer in peers:
+        peer.close()
+    time.sleep(20)
+if os.environ["RELAUNCH_GENERATION"] != "1":
+    while not os.path.exists(f"{sys.argv[1]}/stop"):
+        time.sleep(0.1)
+elif rank == root:
+    with socket.create_server(address) as server:
+        peers = [server.accept()[0] for _ in range(root)]
+    atexit.register(leave)
+    raise RuntimeError("the loss is not a number")
+else:
+    while True:
+        try:
+            peer = socket.create_connection(address)
+            break
+        except OSError:
+            time.sleep(0.1)
+    peer.recv(1)
+    raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.7]")
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("nproc", [1, 2], ids=["alive", "stopped by its node"])
+async def test_a_rank_that_is_slow_to_end_is_the_cause(world: World, nproc: int) -> None:
+    name = f"slow-{nproc}"
+    folder = world.folder / "jobs" / name
+    command = [sys.executable, "-S", "-c", SLOW_TO_END, str(folder)]
+    job = await world.submit(name=name, nproc=nproc, command=command)
+    await job.until_phase("RUNNING", generation=2)
+    root, node = 2 * nproc - 1, (await job.state()).slots[1].node
+    (incident,) = await job.incidents()
+    assert (str(incident.cause), incident.ranks) == ("APPLICATION", (root,)), incident.reason
+    assert incident.nodes == (node,)
+    assert "RuntimeError: the loss is not a number" in incident.reason
+    assert "Traceback (most recent call last)" in incident.traceback
+    lines, _, _ = await read_page(world, "history", name)
+    assert f"rank {root} on {node} failed" in " ".join(lines), lines
+    await finish(job)

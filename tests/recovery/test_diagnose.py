@@ -722,3 +722,48 @@ def test_a_hang_suspects_only_the_nodes_of_named_ranks() -> None:
     ]
     long = diagnose(running(nodes=2), replace(hang, groups=tuple("x" * 240 for _ in range(20))))
     assert 3500 < len(long.traceback) <= 4000
+
+
+LOST = exited(0, "n1", code=1, log_tail=("ConnectionResetError: [Errno 104] reset",))
+BOOM = (
+    "Traceback (most recent call last):",
+    '  File "train.py", line 7, in <module>',
+    "ValueError: boom",
+)
+
+
+@pytest.mark.parametrize(
+    ("root", "cause", "reason"),
+    [
+        pytest.param(
+            exited(log_tail=BOOM, unfinished="alive"),
+            Cause.APPLICATION,
+            "rank 3 on n2 failed and has not ended yet: the program raised an uncaught exception: "
+            "ValueError: boom (1 more failed)",
+            id="alive",
+        ),
+        pytest.param(
+            exited(error=error("CUDA out of memory. Tried"), unfinished="stopped"),
+            Cause.OUT_OF_MEMORY,
+            "rank 3 on n2 failed and was stopped before it had ended: CUDA out of memory. Tried "
+            "(1 more failed)",
+            id="stopped",
+        ),
+        pytest.param(
+            exited(log_tail=("step 12",), unfinished="dumping"),
+            Cause.UNKNOWN,
+            "rank 3 on n2 is writing a core dump: a signal ended it; no row of the catalog "
+            "explains its last line: step 12 (1 more failed)",
+            id="dumping",
+        ),
+    ],
+)
+def test_a_rank_whose_exit_does_not_say_how_it_failed(
+    root: RankExited, cause: Cause, reason: str
+) -> None:
+    job = running()
+    diagnosis = diagnose(job, fault(job, LOST, root))
+    assert (diagnosis.cause, diagnosis.reason) == (cause, reason)
+    assert (diagnosis.nodes, diagnosis.ranks) == (("n2",), (3,))
+    assert diagnosis.by_program
+    assert ("boom" in diagnosis.traceback) is (root.unfinished == "alive")

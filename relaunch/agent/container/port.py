@@ -26,7 +26,7 @@ from relaunch.agent.loop import parse, take_line
 from relaunch.agent.protocol import Json, Refusal, line
 from relaunch.agent.session import Session
 
-TELLS = ("watch", "list", "logs", "stacks", "probe")
+TELLS = ("watch", "list", "logs", "stacks", "last-words", "probe")
 HANDSHAKE_TIMEOUT = 5.0
 """Seconds for the whole handshake, however its bytes arrive."""
 LONGEST_ORDER = 64 * 1024

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Iterable, Optional
 
 from relaunch.agent.node import kernel_log
 from relaunch.agent.protocol import Json
@@ -29,6 +30,9 @@ MAX_LAUNCHER_LINES, MAX_LAUNCHER_BYTES = 1000, 64 * 1024
 
 A launcher logs every rank that failed, with a traceback; the rank that failed first comes last.
 """
+CLOCK_TICK = 0.01
+"""Seconds by which the time of a file may be behind the clock: the kernel takes it from its tick,
+of which there are 100 a second or more."""
 
 
 def read_error(path: Path, redactor: Redactor) -> Json | None:
@@ -90,11 +94,45 @@ def read_output_tail(generation: Generation, rank: int, redactor: Redactor) -> l
     return [*lines[0], *lines[1]][-MAX_TAIL_LINES:]
 
 
+def read_written(generation: Generation, rank: int, redactor: Redactor, until: float) -> Json:
+    """Return what a rank had written by a moment, and how many seconds before it.
+
+    A file that was written to later is left out: what of it is older is not known.
+
+    Args:
+        generation: The rank's generation.
+        rank: The rank.
+        redactor: Replaces secrets in what it wrote.
+        until: Unix time by this node's clock.
+    """
+    error_path = generation.error_path(rank)
+    error_age = _find_age([error_path], until)
+    log_age = _find_age([generation.log_path(rank), generation.log_path(rank, "stderr")], until)
+    return {
+        "error": None if error_age is None else read_error(error_path, redactor),
+        "error_age": error_age,
+        "log_tail": [] if log_age is None else read_output_tail(generation, rank, redactor),
+        "log_age": log_age,
+    }
+
+
+def _find_age(paths: Iterable[Path], until: float) -> Optional[float]:
+    """Return how long before a moment files were written last; None: never, or later."""
+    times = []
+    for path in paths:
+        try:
+            times.append(os.stat(path).st_mtime)
+        except OSError:  # the rank has written none
+            continue
+    return round(until - max(times), 3) if times and max(times) <= until else None
+
+
 def add_evidence(generation: Generation, observation: Json, kernel: Json | None) -> Json:
     """Return a journaled observation with evidence added.
 
     Every observation gets the kernel's messages about it. A `RankExited` also gets the rank's error
-    file and the tail of its log; if a launcher failed, those of the ranks below it as well.
+    file and the tail of its log; if a launcher failed, those of the ranks below it as well. One
+    that was stopped gets what it had written before: it may have failed, and been slow to end.
     """
     explained = kernel_log.add_reading(observation, kernel)
     if observation["kind"] != "RankExited":
@@ -104,6 +142,9 @@ def add_evidence(generation: Generation, observation: Json, kernel: Json | None)
     log_tail = [] if observation["stopped"] else read_output_tail(generation, rank, redactor)
     error = read_error(generation.error_path(rank), redactor)
     report = {**explained, "error": error, "log_tail": log_tail}
+    if observation["stopped"] and observation.get("stopped_at") is not None:
+        until = observation["stopped_at"] - CLOCK_TICK
+        report["before_stop"] = read_written(generation, rank, redactor, until)
     if observation["stopped"] or observation["exit_code"] == 0 or not observation.get("launcher"):
         return report
     # A launcher failed. Its own log, without output of the ranks, says which rank failed first.

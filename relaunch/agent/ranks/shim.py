@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Optional
@@ -104,6 +105,9 @@ def become(
 
 
 class Shim:
+    stopped_at = 0.0
+    """Unix time just before the ranks got SIGTERM."""
+
     def __init__(
         self,
         generation: Generation,
@@ -239,6 +243,8 @@ class Shim:
             }
             if self.start_order is not None and "launched" in self.start_order:
                 fields["launcher"] = True
+            elif stopped:
+                fields["stopped_at"] = self.stopped_at
             observations.append(("RankExited", fields))
         if self.state == "running" and (failed or not self.alive):
             self._begin_stop(self.order["stop_grace"])
@@ -267,6 +273,7 @@ class Shim:
                 else min(now() + grace, ends + self.order["stop_grace"])
             )
             self._inform_supervisor()  # first: it tells peers whether this node is alive
+            self.stopped_at = round(time.time(), 3)
             for pid in self.alive.values():
                 self.terminated_groups.add(pid)
                 processes.kill_group(pid, signal.SIGTERM)

@@ -233,6 +233,13 @@ class EcsBackend:
         )
         return Refusal(node, "no_such_generation", reason)
 
+    async def last_words(self, node: str, token: Token) -> Mapping[str, Any] | Refusal:
+        if (agent := self._agents_of(node, await self._task(node, token))) is not None:
+            async with agent as session:
+                return await session.last_words(token)
+        reason = "what a rank that is an ECS task wrote last is in CloudWatch Logs"
+        return Refusal(node, "no_such_generation", reason)
+
     async def checkpoints(
         self, node: str, directory: str, workdir: str | None, pattern: str | None = None
     ) -> Mapping[str, Any] | Refusal:

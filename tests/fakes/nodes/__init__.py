@@ -25,6 +25,7 @@ from tests.fakes.nodes.script import (
     Sick,
     Stranger,
     Takes,
+    Writes,
     error_file,
 )
 
@@ -55,5 +56,6 @@ __all__ = [
     "Stranger",
     "Takes",
     "Upkeep",
+    "Writes",
     "error_file",
 ]

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from relaunch.backends.answers import parse_stacks
+from relaunch.backends.answers import parse_last_words, parse_stacks
 from relaunch.backends.base import (
     STACKS_WITHIN,
     BackendError,
@@ -206,6 +206,13 @@ class SimulatedBackend:
 
         found = await self._call(node, "stacks", token, {"rank": rank, "frames": frames}, ask)
         return found if isinstance(found, Refusal) else parse_stacks(node, rank, found)
+
+    async def last_words(self, node: str, token: Token) -> Mapping[str, Any] | Refusal:
+        async def ask(one: Node, faults: tuple[Fault, ...]) -> Mapping[str, Any] | Refusal:
+            return one.last_words(token)
+
+        found = await self._call(node, "last-words", token, None, ask)
+        return found if isinstance(found, Refusal) else parse_last_words(node, found)
 
     async def checkpoints(
         self, node: str, directory: str, workdir: str | None, pattern: str | None = None

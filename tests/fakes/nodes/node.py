@@ -44,6 +44,7 @@ from tests.fakes.nodes.script import (
     Stack,
     Stranger,
     When,
+    Writes,
 )
 
 KEEP = 10
@@ -400,6 +401,30 @@ class Node:
             if rank in (None, one.rank)
         ]
         return {"outcome": "done", "stacks": rows}
+
+    def last_words(self, token: Token) -> Mapping[str, Any] | Refusal:
+        generation = self.generation(token)
+        if generation is None:
+            return self._refuse("no_such_generation", f"{token} was never prepared here")
+        living = [one for one in generation.ranks.values() if one.ended is None]
+        return {"outcome": "done", "ranks": [self._read_words(token, one) for one in living]}
+
+    def _read_words(self, token: Token, rank: Rank) -> dict[str, Any]:
+        now = self.clock.time()
+        row: dict[str, Any] = {"rank": rank.rank, "local_rank": rank.local, "pid": rank.pid}
+        for one in self.script.of(Writes, token.generation, self.name):
+            age = rank.elapsed(now) - one.after
+            if one.rank in (None, rank.rank) and age >= 0:
+                return {
+                    **row,
+                    "state": one.state,
+                    "error": one.error,
+                    "error_age": None if one.error is None else age,
+                    "log_tail": list(one.log_tail),
+                    "log_age": age if one.log_tail else None,
+                }
+        printed = rank.log(now).decode().splitlines()
+        return {**row, "log_tail": printed, "log_age": rank.elapsed(now) if printed else None}
 
     def _select_stacks(self, token: Token, rank: Rank) -> list[tuple[float, Stack]]:
         """Return the stacks of a rank, each with the time from which it counts, newest first."""

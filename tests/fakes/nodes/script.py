@@ -23,6 +23,7 @@ Command = Literal[
     "list",
     "logs",
     "stacks",
+    "last-words",
     "probe",
     "reach",
     "diagnose",
@@ -128,6 +129,16 @@ class Lingers(_MatchesRank):
     """
 
     seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Writes(_MatchesRank):
+    """The rank has written its last words, and has not ended: that takes until its `Exit`."""
+
+    error: Mapping[str, Any] | None = None
+    log_tail: tuple[str, ...] = ()
+    state: str = "running"
+    after: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,7 +263,19 @@ class RebootHangs(_Matches):
 
 Befalls = Cut | Reboot | Sick | Stranger
 Fails = DiagHangs | ResetFails | RebootFails | RebootHangs
-Happening = Exit | Progress | Prints | Stack | Lingers | Refuse | ShimDies | Takes | Befalls | Fails
+Happening = (
+    Exit
+    | Progress
+    | Prints
+    | Stack
+    | Lingers
+    | Writes
+    | Refuse
+    | ShimDies
+    | Takes
+    | Befalls
+    | Fails
+)
 T = TypeVar("T", bound=Happening)
 
 
