@@ -55,6 +55,9 @@ that does not answer, and a slow one has ten."""
 EFFECT_TIMEOUT = 10.0
 """Seconds: a signal, a workflow task and an activity take well under one; a fleet of 2,048 nodes
 settles in 0.2."""
+BUSY_TIMEOUT_S = 20.0
+"""Seconds to wait for a worker that asks the server for work, and does not answer yet: it has just
+started, or its machine is busy."""
 MAX_CONCURRENT_READS = 16
 WARM_TIMEOUT = timedelta(seconds=3)
 """Timeout for a worker to ask a node that answers what imports ahead there: not worth a wait."""
@@ -97,6 +100,8 @@ async def read(client: Client, task_queue: str, fleet: str) -> FleetState:
             static_summary=f"fleet {fleet}: assigns nodes to jobs and orders repairs"[:200],
         )
     state, _ = await _wait_until(client, fleet, _has_looked, PROBES_TIMEOUT_S)
+    if not state.is_file_read:  # a worker answers, so it is busy
+        state, _ = await _wait_until(client, fleet, lambda now: now.is_file_read, BUSY_TIMEOUT_S)
     if not state.nodes:
         await read_file(client, task_queue, fleet)  # raises if there is no such file
         raise ConfigError(
@@ -120,26 +125,59 @@ def _has_looked(state: FleetState) -> bool:
     return state.is_file_read and all(node.probe is not None for node in state.nodes)
 
 
-async def _query(client: Client, fleet: str) -> FleetState:
-    try:
-        handle = client.get_workflow_handle(f"{FLEET_ID_PREFIX}{fleet}")
-        state: FleetState = await handle.query(
-            "state", result_type=FleetState, rpc_timeout=QUERY_TIMEOUT
-        )
-    except (WorkflowQueryFailedError, WorkflowQueryRejectedError) as error:
+async def _query(client: Client, fleet: str, within: float | None = None) -> FleetState:
+    """Return the state of a fleet.
+
+    Args:
+        client: Of the server.
+        fleet: Its name.
+        within: Seconds to wait for a worker that is busy; None: `BUSY_TIMEOUT_S`.
+
+    Raises:
+        ConfigError: No worker answers, or the state cannot be read.
+    """
+    handle = client.get_workflow_handle(f"{FLEET_ID_PREFIX}{fleet}")
+    began = time.monotonic()
+    while True:
+        try:
+            state: FleetState = await handle.query(
+                "state", result_type=FleetState, rpc_timeout=QUERY_TIMEOUT
+            )
+        except (WorkflowQueryFailedError, WorkflowQueryRejectedError) as error:
+            raise ConfigError(
+                f"the state of fleet {fleet} cannot be read: {error}; see "
+                f"{FLEET_ID_PREFIX}{fleet} in the web UI"
+            ) from None
+        except RPCError as error:
+            if error.status == RPCStatusCode.FAILED_PRECONDITION:  # the server knows of no worker
+                raise _no_worker(fleet) from None
+            if error.status not in (RPCStatusCode.DEADLINE_EXCEEDED, RPCStatusCode.CANCELLED):
+                raise
+            task_queue = (await handle.describe()).task_queue
+            await _check_worker(client, task_queue, fleet, began, within)
+        else:
+            return state
+
+
+async def _check_worker(
+    client: Client, task_queue: str, fleet: str, began: float, within: float | None
+) -> None:
+    """Refuse to go on waiting for a worker where there is none, or for too long.
+
+    Raises:
+        ConfigError: None asks for work, or one does and has not answered.
+    """
+    from relaunch.cli.worker_status import list_pollers
+
+    limit = BUSY_TIMEOUT_S if within is None else within
+    if not await list_pollers(client, task_queue):
+        raise _no_worker(fleet)
+    if time.monotonic() - began >= limit:
         raise ConfigError(
-            f"the state of fleet {fleet} cannot be read: {error}; see {FLEET_ID_PREFIX}{fleet} in "
-            "the web UI"
-        ) from None
-    except RPCError as error:
-        if error.status in (
-            RPCStatusCode.DEADLINE_EXCEEDED,
-            RPCStatusCode.CANCELLED,
-            RPCStatusCode.FAILED_PRECONDITION,
-        ):
-            raise _no_worker(fleet) from None
-        raise
-    return state
+            f"no worker answers for fleet {fleet}: one asked for work less than two minutes ago, "
+            "so it is busy or has ended since: start one (`relaunch up` or `relaunch-worker`) if "
+            "it has, then repeat the command"
+        )
 
 
 def _no_worker(fleet: str) -> ConfigError:
@@ -166,14 +204,18 @@ async def read_file(client: Client, task_queue: str, fleet: str) -> FleetFileCon
     Raises:
         ConfigError: No worker answers, or it has no such file.
     """
-    try:
-        file = await _ask_for_file(client, task_queue, fleet, READ_TIMEOUT)
-    except ActivityFailureError as error:
-        if not isinstance(error.cause, ActivityTimeout):
-            raise ConfigError(
-                f"the file of fleet {fleet} cannot be read: {error.cause or error}"
-            ) from None
-        raise _no_worker(fleet) from None
+    began = time.monotonic()
+    while True:
+        try:
+            file = await _ask_for_file(client, task_queue, fleet, READ_TIMEOUT)
+        except ActivityFailureError as error:
+            if not isinstance(error.cause, ActivityTimeout):
+                raise ConfigError(
+                    f"the file of fleet {fleet} cannot be read: {error.cause or error}"
+                ) from None
+            await _check_worker(client, task_queue, fleet, began, None)
+        else:
+            break
     if file.applied is None:
         raise ConfigError(file.wrong)
     return file.applied
@@ -238,7 +280,7 @@ async def check_nodes(client: Client, fleet: str, nodes: tuple[str, ...]) -> Non
     if not nodes or not await _runs(client, fleet):
         return
     try:
-        state = await _query(client, fleet)
+        state = await _query(client, fleet, within=0.0)
     except ConfigError:
         return
     for node in nodes if state.nodes else ():

@@ -24,6 +24,7 @@ TRACEBACK = (
     "    check(loss)",
     "ValueError: the loss is not a number",
 )
+LOST_PEER = (*TRACEBACK[:-1], *CASCADE)
 HANDLED = (*TRACEBACK, "step 12 loss 2.5 lr 0.1")
 ECHO = Exit(rank=0, exit_code=1, after=0.3, log_tail=CASCADE)
 
@@ -74,8 +75,8 @@ async def test_a_rank_that_has_failed_and_not_ended_is_the_root(words: Writes) -
 
 @pytest.mark.parametrize(
     "words",
-    [(), CASCADE, HANDLED, ("step 12 loss 2.5",)],
-    ids=["none", "blame a peer", "it went on to train", "training"],
+    [(), CASCADE, LOST_PEER, HANDLED, ("step 12 loss 2.5",)],
+    ids=["none", "a peer", "an exception for a peer", "it went on to train", "training"],
 )
 async def test_a_living_rank_with_other_words_is_no_root(words: tuple[str, ...]) -> None:
     fault = await watch(Writes(rank=1, log_tail=words))
@@ -166,7 +167,7 @@ def line(rank: int, **fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("tail", "failed"), [(TRACEBACK, True), (CASCADE, False), ((), False)], ids=str
+    ("tail", "failed"), [(TRACEBACK, True), (LOST_PEER, False), ((), False)], ids=str
 )
 async def test_a_rank_that_was_stopped_may_be_the_root(
     tail: tuple[str, ...], failed: bool, monkeypatch: pytest.MonkeyPatch

@@ -9,6 +9,8 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
+from datetime import timedelta
+from typing import Any
 
 import pytest
 from syrupy.assertion import SnapshotAssertion
@@ -240,6 +242,34 @@ async def test_what_the_fleet_does_not_take_is_said_with_what_it_noted(
     assert (answer.shown, len(answer.news), DEAF in answer.news[0]) == (False, 1, True)
 
 
+async def test_a_worker_that_is_busy_is_waited_for(
+    bare: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that asked for work a moment ago, and does not answer in time."""
+
+    def work() -> Worker:
+        return Worker(
+            bare.client, task_queue=TASK_QUEUE, workflows=[FakeFleet], activities=[read_fleet]
+        )
+
+    async with work():
+        await fleets.read(bare.client, TASK_QUEUE, "default")
+    check, is_late = fleets._check_worker, asyncio.Event()
+
+    async def check_worker(*arguments: Any) -> None:
+        await check(*arguments)
+        is_late.set()
+
+    monkeypatch.setattr(fleets, "_check_worker", check_worker)
+    monkeypatch.setattr(fleets, "QUERY_TIMEOUT", timedelta(seconds=0.5))
+    async with asyncio.TaskGroup() as tasks:
+        reading = tasks.create_task(fleets.read(bare.client, TASK_QUEUE, "default"))
+        await is_late.wait()
+        monkeypatch.setattr(fleets, "QUERY_TIMEOUT", timedelta(seconds=60))
+        async with work():
+            assert (await reading).nodes
+
+
 @pytest.mark.long
 async def test_where_no_worker_answers_that_is_said_in_one_sentence(
     bare: Place, monkeypatch: pytest.MonkeyPatch
@@ -255,7 +285,8 @@ async def test_where_no_worker_answers_that_is_said_in_one_sentence(
     )
     with pytest.raises(ConfigError, match="repair/default/gpu-01: no worker answers"):
         await answers.for_node(bare.client, "default", "gpu-01", "deny", "x")
-    with pytest.raises(ConfigError, match="no worker answers for fleet default"):
+    monkeypatch.setattr(fleets, "BUSY_TIMEOUT_S", 0.0)
+    with pytest.raises(ConfigError, match="no worker answers for fleet default: one asked for"):
         await fleets.quarantine(
             bare.client, TASK_QUEUE, "default", "gpu-01", "x", drain=False, within=None
         )
