@@ -117,6 +117,14 @@ async def test_an_exit_that_is_a_root_outweighs_words(monkeypatch: pytest.Monkey
     assert list_ends(fault) == [(2, ""), (0, "")]
 
 
+async def test_words_of_a_rank_that_has_ended_since_do_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(relaunch.activities.gang, "CASCADE_GATHER_TIMEOUT_S", 3600.0)
+    lost = Exit(rank=1, exit_code=1, after=0.8, log_tail=CASCADE)
+    assert list_ends(await watch(Writes(rank=1, log_tail=TRACEBACK), lost)) == [(0, ""), (1, "")]
+
+
 async def test_a_core_dump_is_a_root_if_its_rank_blames_no_peer() -> None:
     assert list_ends(await watch(Writes(rank=1, state="dumping")))[0] == (1, "dumping")
     aborted = Writes(rank=1, state="dumping", log_tail=CASCADE)

@@ -20,6 +20,7 @@ from relaunch.backends.answers import (
     check_size,
     has_too_many_values,
     parse,
+    parse_last_words,
     parse_list,
     parse_stacks,
     parse_watch_line,
@@ -366,3 +367,27 @@ def test_stacks_that_do_not_fit_are_the_fault_of_their_node(rows: object, named:
         parse_stacks("n2", 0, {"outcome": "done", "stacks": rows})
     assert named in refused.value.reason
     assert len(refused.value.reason) < 400
+
+
+WORDS = {"rank": 0, "local_rank": 0, "state": "exiting", "log_tail": ["x"], "log_age": 1.5}
+
+
+def test_last_words_that_fit_keep_what_is_named_and_nothing_else() -> None:
+    (row,) = parse_last_words("n2", {"ranks": [{**WORDS, "evil": 1}]})["ranks"]
+    assert row == {**WORDS, "pid": None, "error": None, "error_age": None}
+
+
+@pytest.mark.parametrize(
+    ("rows", "named"),
+    [
+        (None, "ranks is None"),
+        ([WORDS, WORDS], "ranks [0, 0], expected each once"),
+        ([{**WORDS, "log_age": -1.0}], "ranks.0.log_age is -1.0"),
+        ([{**WORDS, "log_tail": "x"}], "ranks.0.log_tail is 'x'"),
+        ([{**WORDS, "error": "x"}], "ranks.0.error is 'x'"),
+    ],
+)
+def test_last_words_that_do_not_fit_are_their_nodes_fault(rows: object, named: str) -> None:
+    with pytest.raises(ProtocolError) as refused:
+        parse_last_words("n2", {"outcome": "done", "ranks": rows})
+    assert named in refused.value.reason

@@ -862,11 +862,19 @@ SCHEMAS = [
 ]
 
 
-@target(mutated_json(LISTED, STACKS, FACTS, {"exit_code": 0, "stdout": "x"}, {"missing": "dcgmi"}))
+WORDS = {"ranks": [{"rank": 0, "local_rank": 0, "state": "exiting", "log_age": 1.5}]}
+
+
+@target(
+    mutated_json(
+        LISTED, STACKS, WORDS, FACTS, {"exit_code": 0, "stdout": "x"}, {"missing": "dcgmi"}
+    )
+)
 def check_node_answer(answer: Any) -> None:
     parsers: list[Callable[[], Any]] = [
         lambda: answers.parse_list("n2", answer),
         lambda: answers.parse_stacks("n2", 0, answer),
+        lambda: answers.parse_last_words("n2", answer),
         *(lambda one=one: answers.parse("n2", "look", one, answer) for one in SCHEMAS),
     ]
     if isinstance(answer, dict):

@@ -317,6 +317,7 @@ async def _ask(backend: HostileBackend, liar: str, job: Job) -> None:
             lambda: backend.probe(liar, 2.0, None),
             lambda: backend.logs(liar, state.token, None, 65536, 0.0, 10),
             lambda: backend.stacks(liar, state.token, 0),
+            lambda: backend.last_words(liar, state.token),
         ):
             with contextlib.suppress(BackendError):
                 await ask()
