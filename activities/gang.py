@@ -717,6 +717,9 @@ class WatchedShard:
         Args:
             reach: Returns the backend of a node.
         """
+        first = self.input.first_rank
+        if first is not None and first >= self.input.world_size:
+            return  # launchers, which report the ranks below them
         self._first_words = asyncio.Event()
         await self._gathering.wait()
         while True:

@@ -169,6 +169,16 @@ async def test_no_node_is_asked_where_an_exit_is_the_root() -> None:
     assert count_questions(fleet) == 0
 
 
+async def test_launchers_are_not_asked() -> None:
+    input = stand().watch_input(first_rank=4, world_size=4)
+    gang = WatchedShard(input, Pace(ago(1.0), expected=False))
+
+    def reach(node: str) -> Any:
+        raise AssertionError(node)
+
+    await asyncio.wait_for(gang.keep_reading_words(reach), 60.0)
+
+
 def line(rank: int, **fields: Any) -> dict[str, Any]:
     exited = {"seq": rank + 1, "kind": "RankExited", "rank": rank, "local_rank": rank, "pid": 7}
     return {"observation": {**exited, "exit_code": 1, "signal": None, "stopped": False, **fields}}
