@@ -50,7 +50,7 @@ def free_port() -> int:
 
 
 class Contender(abc.ABC):
-    """A launcher of four ranks on this machine.
+    """A launcher of ranks on this machine, four unless `ranks` has another number.
 
     A subclass defines how it is started, and may extend `stop`.
     """
@@ -58,6 +58,7 @@ class Contender(abc.ABC):
     name: str
     command: tuple[str, ...] = ()
     """The command of a rank."""
+    ranks: int = WORLD_SIZE
 
     def __init__(self) -> None:
         self.command = self.command or rank_command()
@@ -66,7 +67,7 @@ class Contender(abc.ABC):
 
     @abc.abstractmethod
     def launch(self, folder: Path) -> None:
-        """Start four ranks of `rank_command()`, and return without waiting.
+        """Start the ranks, and return without waiting.
 
         Their environment has BENCH_STARTS.
         """
@@ -134,29 +135,31 @@ def alive(pid: int) -> bool:
     return any(word.startswith(RANKS) and word.endswith(b"rank.py") for word in words)
 
 
-def gang_since(starts: Sequence[Start], since: int) -> int | None:
+def gang_since(starts: Sequence[Start], since: int, ranks: int = WORLD_SIZE) -> int | None:
     """Return when the last rank of a gang wrote its line after `since`.
 
     None while the gang is not complete and alive.
     """
     newest = {start.rank: start for start in starts if start.at > since}
-    if len(newest) < WORLD_SIZE or not all(alive(start.pid) for start in newest.values()):
+    if len(newest) < ranks or not all(alive(start.pid) for start in newest.values()):
         return None
     return max(start.at for start in newest.values())
 
 
 def await_gang(contender: Contender, since: int) -> int:
     deadline = time.monotonic() + DEADLINE
-    while (at := gang_since(contender.starts(), since)) is None:
+    while (at := gang_since(contender.starts(), since, contender.ranks)) is None:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{contender.name}: no {WORLD_SIZE} ranks within {DEADLINE:.0f} s")
+            raise TimeoutError(
+                f"{contender.name}: no {contender.ranks} ranks within {DEADLINE:.0f} s"
+            )
         # Coarse: the stamps are the ranks', and each check takes CPU time from the contender.
         time.sleep(0.02)
     return at
 
 
 def measure_start(contender: Contender, folder: Path) -> float:
-    """Start it and leave it running; return the seconds from the command to the fourth line."""
+    """Start it and leave it running; return the seconds from the command to its last rank."""
     began = time.monotonic_ns()
     contender.start(folder)
     return (await_gang(contender, began) - began) / 1e9

@@ -74,9 +74,8 @@ class Floor(Contender):
     name = "floor: bare asyncio loop"
 
     def launch(self, folder: Path) -> None:
-        self.spawn(
-            [sys.executable, "-m", "benchmarks.floor", "--", *self.command], folder / "floor.log"
-        )
+        floor = [sys.executable, "-m", "benchmarks.floor", "--ranks", str(self.ranks)]
+        self.spawn([*floor, "--", *self.command], folder / "floor.log")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.contenders import ROOT, WORLD_SIZE, Contender, free_port
+from benchmarks.contenders import ROOT, Contender, free_port
 
 READY_TIMEOUT = 120.0
 _NUMBERS = itertools.count(1)
@@ -27,6 +27,8 @@ class Relaunch(Contender):
     nodes = 2
     options: tuple[str, ...] = ()
     """Further options of `run`."""
+    job: str = ""
+    """The name of the job that it runs."""
 
     def __init__(self, state: Path) -> None:
         super().__init__()
@@ -75,14 +77,15 @@ class Relaunch(Contender):
 
     def launch(self, folder: Path) -> None:
         os.environ["RELAUNCH_STATE"] = str(self._state)
+        self.job = f"bench-{next(_NUMBERS)}"
         command = [
-            *self._run(f"bench-{next(_NUMBERS)}", "--env", f"BENCH_STARTS={self.starts_file}"),
+            *self._run(self.job, "--env", f"BENCH_STARTS={self.starts_file}"),
             *self.command,
         ]
         self.spawn(command, folder / "run.log")
 
     def _run(self, name: str, *options: str) -> list[str]:
-        per_node = str(WORLD_SIZE // self.nodes)
+        per_node = str(self.ranks // self.nodes)
         shape = ["--nodes", str(self.nodes), "--nproc", per_node, *self.options]
         shape += ["--policy", str(self._policy), "--name", name]
         return [sys.executable, str(ROOT / "starter.py"), "run", *shape, *options, "--"]

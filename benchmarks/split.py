@@ -84,12 +84,14 @@ async def read_history(state: Path, job: str) -> list[dict[str, float]]:
     return launches[1:]
 
 
-def read_nodes(state: Path, generation: int) -> dict[str, float]:
+def read_nodes(state: Path, job: str, generation: int) -> dict[str, float]:
     """Return what the nodes wrote down of a generation and of the fault before it (Unix time)."""
     since_boot = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
     found: dict[str, list[float]] = {"prepared": [], "forked": []}
     exits = []
     for folder in (state / "nodes").glob(f"*/jobs/*/*-{generation}"):
+        if json.loads((folder.parent / "highest.json").read_text())["job"] != job:
+            continue
         order = json.loads((folder / "order.json").read_text())
         started = json.loads((folder / "started.json").read_text())
         found["prepared"].append(order["answer"]["stamp"] + since_boot)
@@ -116,22 +118,13 @@ def measure_split(state: Path, rounds: int) -> tuple[list[float], list[dict[str,
                 offset = time.time() - time.monotonic()
                 last = await_gang(service, killed)
                 moments = {"killed": killed / 1e9 + offset, "runs": last / 1e9 + offset}
-                seen.append(moments | read_nodes(state, number + 2))
-            history = asyncio.run(read_history(state, find_job(state)))
+                seen.append(moments | read_nodes(state, service.job, number + 2))
+            history = asyncio.run(read_history(state, service.job))
             parts = [one | of for one, of in zip(seen, history, strict=False)]
             service.stop()
     finally:
         service.take_down()
     return [1000 * (one["runs"] - one["killed"]) for one in parts], parts
-
-
-def find_job(state: Path) -> str:
-    """Return the name of the only job that has more than one generation."""
-    for path in (state / "nodes").glob("*/jobs/*/highest.json"):
-        known = json.loads(path.read_text())
-        if known["prepared"] and known["prepared"][1] > 1:
-            return str(known["job"])
-    raise ValueError("no job was launched again")
 
 
 def split(parts: list[dict[str, float]]) -> dict[str, float]:

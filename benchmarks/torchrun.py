@@ -8,7 +8,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from benchmarks.contenders import WORLD_SIZE, Contender, free_port
+from benchmarks.contenders import Contender, free_port
 
 RESTARTS = 1000  # more than any benchmark has rounds: its budget must not end the run
 
@@ -30,7 +30,7 @@ class Torchrun(Contender):
                 "--nnodes",
                 str(self._nodes),
                 "--nproc-per-node",
-                str(WORLD_SIZE // self._nodes),
+                str(self.ranks // self._nodes),
             ]
             command += ["--max-restarts", str(RESTARTS), "--log-dir", str(folder / f"logs-{node}")]
             if self._nodes > 1:

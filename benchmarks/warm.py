@@ -1,12 +1,19 @@
 """Compare how long ranks with torch need to train again after one of them was killed.
 
     python -m benchmarks.warm --torch PYTHON [--rounds 10] [--output FILE]
+    python -m benchmarks.warm --torch PYTHON --cuda [--nccl] [--step] [--output FILE]
     python -m benchmarks.warm --torch PYTHON --ssh [--rounds 3] [--output FILE]
 
 PYTHON can import torch. A recovery lasts from the SIGKILL of a rank to the end of the first
 all-reduce (gloo) of all four new ones. Contenders: a bare loop that starts them again, torchrun,
 relaunch, and relaunch with `--warm torch`; each with one node of four ranks, and with two of two.
 A warm contender gets time to import before each kill, as it has in a job of hours.
+
+With --cuda the tensors of all ranks are on the first GPU; with --nccl there is one rank, since NCCL
+wants a GPU for each. With --step each takes a step of training (DDP, AdamW) after its first
+all-reduce, which is no part of the recovery, and another contender has imported torch._dynamo, too:
+torch's optimizers and DDP import it when they are first used. What follows a kill in relaunch is
+given part by part, as in `benchmarks.split`.
 
 With --ssh, two nodes of two ranks and a spare, each with its own sshd on this machine. Each round
 kills a rank, and then cuts off a node whose ranks stand still: that recovery lasts from the moment
@@ -17,10 +24,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import platform
 import random
+import re
 import signal
 import statistics
 import sys
@@ -41,29 +50,51 @@ from benchmarks.contenders import (
     WORLD_SIZE,
     Contender,
     Start,
+    await_gang,
     gang_since,
     measure_start,
 )
 from benchmarks.floor import Floor
 from benchmarks.relaunch import Relaunch
+from benchmarks.split import read_history, read_nodes
 from benchmarks.torchrun import Torchrun, version
 
 if TYPE_CHECKING:
     from temporalio.client import WorkflowHandle
 
 MODULES = "torch,torch.distributed"
+WITH_DYNAMO = f"{MODULES},torch._dynamo"
+PARTS = ("import", "join", "CUDA", "first tensor", "all-reduce", "first step")
+"""What a rank spends its start on. On CPUs, CUDA takes no time."""
+PATH = ("journaled", "reported", "ordered", "begun", "prepared", "forked", "began")
+"""The moments between a kill and the first line of the last rank, as `benchmarks.split` has them.
+"""
 
 
 class Warm(Relaunch):
     """relaunch with one or two nodes, with or without modules that are imported ahead."""
 
-    def __init__(self, state: Path, nodes: int, warm: bool) -> None:
+    def __init__(self, state: Path, nodes: int, warm: str) -> None:
         super().__init__(state)
         self.nodes = nodes
         self.warm = warm
         self.name = f"relaunch, {nodes} node{'s' if nodes > 1 else ''}{', warm' if warm else ''}"
         if warm:
-            self.options = ("--warm", MODULES)
+            self.options = ("--warm", warm)
+        if warm == WITH_DYNAMO:
+            self.name += " with torch._dynamo"
+
+    def read_path(self, kills: list[int]) -> list[dict[str, float]]:
+        """Return the moments of each recovery in milliseconds since its kill."""
+        offset = time.time() - time.monotonic()
+        history = asyncio.run(read_history(self._state, self.job))
+        found = []
+        for number, (killed, launch) in enumerate(zip(kills, history, strict=False)):
+            moments = launch | read_nodes(self._state, self.job, number + 2)
+            found.append(
+                {name: 1000 * (at - offset) - killed / 1e6 for name, at in moments.items()}
+            )
+        return found
 
     def await_ready(self) -> None:
         """Wait until every node has a Python that has imported the modules."""
@@ -80,42 +111,52 @@ class Warm(Relaunch):
                 records.append(json.loads(path.read_text()))
             except (FileNotFoundError, ValueError):
                 continue
-        alive = [record for record in records if Path(f"/proc/{record['pid']}").exists()]
+        # Those of a job before are kept for some time after its end.
+        own = [record for record in records if record["names"]["job"] == self.job]
+        alive = [record for record in own if Path(f"/proc/{record['pid']}").exists()]
         return sum(record["state"] == "ready" for record in alive)
 
 
-def measure_recovery(contender: Contender, rounds: int) -> list[float]:
-    """Kill one rank after the other; return the milliseconds to the all-reduce of all."""
+def measure_recovery(contender: Contender, rounds: int) -> tuple[list[int], list[float]]:
+    """Kill one rank after the other; return when, and the milliseconds to the all-reduce of all."""
     moment = random.Random(1)
-    times = []
-    since = 0
+    kills, times = [], []
     for number in range(rounds):
         if isinstance(contender, Warm) and contender.warm:
             contender.await_ready()
         time.sleep(moment.uniform(*SETTLE))
-        killed = contender.kill_a_rank(number % WORLD_SIZE)
-        deadline = time.monotonic() + DEADLINE
-        while (since_kill := gang_since(contender.starts(), killed)) is None:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{contender.name}: no gang after kill {number}")
-            time.sleep(0.02)
-        times.append((since_kill - killed) / 1e6)
+        killed = contender.kill_a_rank(number % contender.ranks)
+        kills.append(killed)
+        times.append((await_gang(contender, killed) - killed) / 1e6)
         print(f"{contender.name}: {times[-1]:.0f} ms", file=sys.stderr, flush=True)
-        since = since_kill
-    assert since or not rounds
-    return times
+    return kills, times
 
 
-def read_split(path: Path) -> dict[str, float]:
-    """Return the medians of what ranks spent on a start after the first one, in seconds."""
+def read_ranks(path: Path, ranks: int) -> list[list[list[float]]]:
+    """Return the moments of each rank, by start, without those of the first one."""
     rows = [[float(part) for part in line.split()[2:]] for line in path.read_text().splitlines()]
-    rows = rows[WORLD_SIZE:]
-    if not rows:
-        return {}
-    names = ("import", "join", "all-reduce")
+    return [rows[at : at + ranks] for at in range(ranks, len(rows), ranks)]
+
+
+def read_split(starts: list[list[list[float]]]) -> dict[str, float]:
+    """Return the medians of what ranks spent on a start after the first one, in seconds."""
+    rows = [row for start in starts for row in start]
     return {
         name: statistics.median(row[index + 1] - row[index] for row in rows)
-        for index, name in enumerate(names)
+        for index, name in enumerate(PARTS)
+        if rows and len(rows[0]) > index + 1
+    }
+
+
+def split_path(
+    kills: list[int], starts: list[list[list[float]]], path: list[dict[str, float]]
+) -> dict[str, float]:
+    """Return the median milliseconds of each part of relaunch's own way."""
+    for killed, start, moments in zip(kills, starts, path, strict=True):
+        moments["began"] = 1000 * max(row[0] for row in start) - killed / 1e6
+    return {
+        name: statistics.median(one[name] - one.get(before, 0.0) for one in path)
+        for before, name in itertools.pairwise(("killed", *PATH))
     }
 
 
@@ -125,14 +166,19 @@ def measure(contender: Contender, rounds: int) -> dict[str, Any]:
         os.environ["BENCH_SPLIT"] = str(split)
         try:
             started = measure_start(contender, Path(folder))
-            times = measure_recovery(contender, rounds)
+            kills, times = measure_recovery(contender, rounds)
+            time.sleep(SETTLE[1])
+            starts = read_ranks(split, contender.ranks)
+            path = contender.read_path(kills) if isinstance(contender, Warm) else []
         finally:
             contender.stop()
         return {
             "name": contender.name,
+            "ranks": contender.ranks,
             "start_s": started,
             "recovery_ms": times,
-            "split_s": read_split(split),
+            "path_ms": split_path(kills, starts, path) if path else {},
+            "split_s": read_split(starts),
         }
 
 
@@ -257,7 +303,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--torch", required=True, help="a Python that can import torch")
     parser.add_argument("--cuda", action="store_true", help="tensors on the first GPU")
-    parser.add_argument("--only", default="", help="a part of the contenders' names")
+    parser.add_argument("--nccl", action="store_true", help="one rank, with NCCL on the GPU")
+    parser.add_argument("--step", action="store_true", help="ranks take a step of training")
+    parser.add_argument("--only", default="", help="a pattern of the contenders' names")
     parser.add_argument("--ssh", action="store_true", help="measure nodes over SSH, with a spare")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
@@ -268,6 +316,10 @@ def main() -> int:
     # ranks from it after a restart, and fail (gloo: connectFullMesh).
     if arguments.cuda:
         os.environ["BENCH_CUDA"] = "1"
+    if arguments.nccl:
+        os.environ["BENCH_BACKEND"] = "nccl"
+    if arguments.step:
+        os.environ["BENCH_STEP"] = "1"
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     command = (arguments.torch, str(ROOT / "benchmarks" / "torch_rank.py"))
     results = []
@@ -276,18 +328,22 @@ def main() -> int:
         return finish(arguments, torch, results)
     with tempfile.TemporaryDirectory(prefix="relaunch-bench-up-") as folder:
         state = Path(folder) / "state"
-        service = Warm(state, 1, warm=False)
+        service = Warm(state, 1, warm="")
+        nodes = (1,) if arguments.nccl else (1, 2)
         contenders: list[Contender] = [
             Floor(),
-            *(Torchrun(arguments.torch, nodes) for nodes in (1, 2)),
-            *(Warm(state, nodes, warm) for warm in (False, True) for nodes in (1, 2)),
+            *(Torchrun(arguments.torch, each) for each in nodes),
+            *(Warm(state, each, warm) for warm in ("", MODULES) for each in nodes),
+            *([Warm(state, 1, WITH_DYNAMO)] if arguments.step else []),
         ]
         service.bring_up()
         try:
             for contender in contenders:
-                if arguments.only not in contender.name:
+                if not re.search(arguments.only, contender.name):
                     continue
                 contender.command = command
+                if arguments.nccl:
+                    contender.ranks = 1
                 if isinstance(contender, Warm):
                     contender.share_service(service)
                 results.append(measure(contender, arguments.rounds))
@@ -311,11 +367,14 @@ def finish(arguments: argparse.Namespace, torch: str, results: list[dict[str, An
     }
     if arguments.output:
         arguments.output.write_text(json.dumps(report, indent=1) + "\n")
-    print("| 4 ranks with torch | SIGKILL of a rank → first all-reduce, ms | of it, a rank's own |")
+    print("| ranks with torch | SIGKILL of a rank → first all-reduce, ms | of it, a rank's own |")
     print("|---|---|---|")
     for result in results:
         times = sorted(result["recovery_ms"])
         split = ", ".join(f"{name} {part:.2f} s" for name, part in result["split_s"].items())
+        if result.get("path_ms"):
+            ways = (f"{name} {part:.0f}" for name, part in result["path_ms"].items())
+            split = f"{', '.join(ways)} ms; {split}"
         print(
             f"| {result['name']} | {statistics.median(times):.0f} "
             f"({times[0]:.0f}–{times[-1]:.0f}) | {split} |"

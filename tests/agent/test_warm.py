@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_node import TIMES, Node, is_alive, read_name, wait_for
+from real_node import TIMES, Node, expect_done, is_alive, read_name, refusal, wait_for
 
 from relaunch.agent.ranks import standby as standby_module
-from relaunch.agent.state import JobState
+from relaunch.agent.state import JobState, read_boot_id
 from relaunch.agent.warm.command import UnsuitableCommand, parse_command
+from tests.doubles.install import calls, install_tool
 
 Json = dict[str, Any]
 
@@ -452,12 +453,23 @@ def test_a_standby_ends_with_a_shim_that_ends_otherwise(node: Node, job: Json, h
     wait_for(lambda: count_ranks(node) == 0)
 
 
-def test_an_examination_ends_every_standby(node: Node, job: Json) -> None:
+def test_only_an_examination_that_begins_ends_standbys(
+    node: Node, job: Json, programs: Path
+) -> None:
+    install_tool(programs, "dcgmi")
+    install_tool(programs, "nvidia-smi")
     begin(node, 1, COMMAND, **job)
     waiting = await_standby(node)
-    standby_module.end_all(node.state)
-    wait_for(lambda: not is_alive(waiting["pid"]) and not is_alive(waiting["python"]))
-    assert count_ranks(node) == 2
+    examination = {"id": "r1", "level": 1, "within": 20.0}
+    reset = {"id": "r2", "boot_id": read_boot_id(node.state), "gpus": [], "within": 20.0}
+    for name, order in (("diagnose", examination), ("reset-gpus", reset)):
+        assert refusal(node.order(name, **order)) == "busy"
+    assert is_alive(waiting["pid"]) and is_alive(waiting["python"])
+    assert node.stop(1) is not None
+    expect_done(node.order("diagnose", **examination))
+    assert not is_alive(waiting["pid"])
+    wait_for(lambda: not is_alive(waiting["python"]))
+    assert calls(programs, "nvidia-smi") == []
 
 
 GPU_PROGRAM = """

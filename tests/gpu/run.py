@@ -20,11 +20,16 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from relaunch.backends.artifact import build_agent
+from relaunch.pool.nodes import PROBE_LIFETIME
 from tests.gpu.cases import CASES, Case
+from tests.gpu.examine import check_examination, write_fleet
+from tests.gpu.seeds import check_seeds
 from tests.gpu.warm import check_warm
 from tests.programs.service import ENDED, Service, plain_environment
 
@@ -157,7 +162,7 @@ def write_fleets(work: Path, gpus: int) -> list[str]:
         path = work / f"{name}.yaml"
         path.write_text(json.dumps(fleet))  # JSON is YAML, too
         options += ["--fleet", str(path)]
-    return options
+    return [*options, "--fleet", str(write_fleet(work, gpus))]
 
 
 def write_job(service: Service, case: Case, python: str, folder: Path) -> str:
@@ -223,10 +228,10 @@ def read_text(folder: Path, name: str, service: Service) -> str:
     return service.call("logs", name)[1]
 
 
-def check_foreign_process(service: Service, agent: Path, python: str, work: Path) -> Iterator[Row]:
-    """A job waits for a GPU that another program holds, and says for which."""
-    folder = work / "foreign"
-    folder.mkdir()
+@contextmanager
+def hold_gpu(agent: Path, python: str, folder: Path) -> Iterator[int]:
+    """Have a program hold the memory of the GPU; yield its pid."""
+    folder.mkdir(exist_ok=True)
     with (folder / "hold.txt").open("wb") as output:
         holder = subprocess.Popen(
             [python, "-u", str(TRAIN / "hold.py")], stdout=output, stderr=output
@@ -235,29 +240,41 @@ def check_foreign_process(service: Service, agent: Path, python: str, work: Path
         await_text(folder / "hold.txt", "holds")
         answer, _ = ask_agent(agent, "nvml", "inventory")
         (folder / "nvml.json").write_text(json.dumps(answer, indent=1))
-        yield run_bare(Case("find_no_room", "", (), ""), python, work)
+        yield holder.pid
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+def check_foreign_process(service: Service, agent: Path, python: str, work: Path) -> Iterator[Row]:
+    """A job waits for a GPU that another program holds, and says for which."""
+    folder = work / "foreign"
+    with hold_gpu(agent, python, folder) as pid:
+        # A node is given away on what was read of its GPUs within this time.
+        time.sleep(PROBE_LIFETIME.total_seconds() + 1.0)
+        row = run_bare(Case("find_no_room", "", (), ""), python, work)
+        yield {**row, "ok": row["exit"] == 1}
         case = Case("waits", "", (), "", alone=True)
         name = write_job(service, case, python, folder)
         service.call("submit", str(folder / "job.yaml"))
         deadline = time.monotonic() + 40.0
         page = ""
-        while f"pid {holder.pid}" not in page and time.monotonic() < deadline:
+        while f"pid {pid}" not in page and time.monotonic() < deadline:
             time.sleep(1.0)
             page = service.call("show", name)[1]
         waited = service.read_json("show", name)["phase"]
         listed = service.call("nodes", "list", "--fleet", "gpus")[1]
         node = service.call("nodes", "show", "gpu-1", "--fleet", "gpus")[1]
         (folder / "pages.txt").write_text(page + listed + node)
-    finally:
-        holder.kill()
-        holder.wait()
     freed = time.monotonic()
     phase = await_end(service, name, 90.0)
+    for what in ("show", "history"):
+        (folder / f"{what}.txt").write_text(service.call(what, name)[1])
     yield {
         "check": "a job waits for a foreign process on the GPU, and names it",
-        "found": [waited, f"pid {holder.pid}" in page, phase],
+        "found": [waited, f"pid {pid}" in page, phase],
         "seconds from its end to the job's": round(time.monotonic() - freed, 1),
-        "ok": waited == "QUEUED" and f"pid {holder.pid}" in page and phase == "SUCCEEDED",
+        "ok": waited == "QUEUED" and f"pid {pid}" in page and phase == "SUCCEEDED",
     }
 
 
@@ -334,13 +351,21 @@ def main() -> int:
         for case in alone:
             add(run_job(service, case, python, work))
         checks = {
+            "seeds": lambda: check_seeds(service, python, work),
             "foreign": lambda: check_foreign_process(service, agent, python, work),
+            "examine": lambda: check_examination(
+                service, python, work, partial(hold_gpu, agent, python, work / "examine")
+            ),
             "warm": lambda: check_warm(service, python, work, SHARED_NODES),
         }
         for name, check in checks.items():
-            if not only or name in only:
+            if only and name not in only:
+                continue
+            try:
                 for row in check():
                     add(row)
+            except Exception as error:  # the other checks go on
+                add({"check": name, "found": repr(error), "ok": False})
     (work / "kernel-after.txt").write_text("\n".join(read_kernel_log()))
     wrong = [row for row in rows if row.get("ok") is False]
     print(f"{len(rows)} rows, {len(wrong)} not as expected")

@@ -42,6 +42,30 @@ def find_standby(service: Service, name: str) -> dict[str, Any]:
     return {}
 
 
+def await_standby(service: Service, name: str, folder: Path) -> dict[str, Any]:
+    """Wait until the job has a Python that has imported ahead, or never will; return its record."""
+    deadline = time.monotonic() + READY_LIMIT
+    standby: dict[str, Any] = {}
+    while time.monotonic() < deadline and standby.get("state") not in ("ready", "cold", "ended"):
+        time.sleep(0.5)
+        standby = find_standby(service, name)
+        if (folder / "outcome.txt").exists():
+            break
+    return standby
+
+
+def await_second_generation(service: Service, name: str, folder: Path) -> dict[str, Any]:
+    """Have the program kill itself, and wait for the end of the job; return what is shown of it."""
+    (folder / "go").touch()
+    deadline = time.monotonic() + END_LIMIT
+    while service.read_json("show", name)["phase"] not in ENDED and time.monotonic() < deadline:
+        time.sleep(0.5)
+    for what in ("show", "history", "logs"):
+        (folder / f"{what}.txt").write_text("".join(service.call(what, name)[1:]))
+    show: dict[str, Any] = service.read_json("show", name)
+    return show
+
+
 def uses_gpu(pid: int) -> bool:
     """Return whether the driver knows the process, or it has a device of the driver open."""
     query = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
@@ -76,24 +100,12 @@ def run_warm(service: Service, modules: str, python: str, work: Path) -> Row:
     (folder / "job.yaml").write_text(json.dumps(job))
     row: Row = {"warm": modules}
     service.call("submit", str(folder / "job.yaml"))
-    deadline = time.monotonic() + READY_LIMIT
-    standby: dict[str, Any] = {}
-    while time.monotonic() < deadline and standby.get("state") not in ("ready", "cold", "ended"):
-        time.sleep(0.5)
-        standby = find_standby(service, name)
-        if (folder / "outcome.txt").exists():
-            break
+    standby = await_standby(service, name, folder)
     row["standby"], row["standby's reason"] = standby.get("state"), standby.get("reason")
     if standby.get("state") == "ready":
         row["MB"] = read_memory(standby["python"])
         row["uses the GPU"] = uses_gpu(standby["python"])
-    (folder / "go").touch()
-    deadline = time.monotonic() + END_LIMIT
-    while service.read_json("show", name)["phase"] not in ENDED and time.monotonic() < deadline:
-        time.sleep(0.5)
-    for what in ("show", "history", "logs"):
-        (folder / f"{what}.txt").write_text("".join(service.call(what, name)[1:]))
-    show = service.read_json("show", name)
+    show = await_second_generation(service, name, folder)
     row["phase"], row["reason"] = show["phase"], show["reason"]
     first, second = (read_found(folder, generation) for generation in (1, 2))
     row["cold"], row["forked"] = (

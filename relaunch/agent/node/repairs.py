@@ -43,7 +43,6 @@ def diagnose(state: Path, order: Fields, caller: int) -> Json:
     until = time.monotonic() + order.number("within", least=0.1)
     with hold.hold_exclusive(state, "diagnose", id, fleet) as left:
         reach_failpoint(state, "diagnose.held")
-        standby.end_all(state)
         _refuse_if_used(state, left, until, fleet)
         words = _find_tool("dcgmi", ["diag", "-r", str(level), "-j"])
         if words is None:
@@ -52,6 +51,7 @@ def diagnose(state: Path, order: Fields, caller: int) -> Json:
                 "boot_id": read_boot_id(state),
                 "missing": "dcgmi is not on this node's PATH",
             }
+        standby.end_all(state)  # only here: an order that is refused costs no job its warm restart
         result = _run_tool(state, "diagnose", words, until, caller)
         answer = {
             "outcome": "done",
@@ -75,7 +75,6 @@ def reset_gpus(state: Path, order: Fields) -> Json:
             refuse_field("gpus", each, "bus ids like 00000000:05:00.0")
     until = time.monotonic() + order.number("within", least=0.1)
     with hold.hold_exclusive(state, "reset-gpus", id, fleet) as left:
-        standby.end_all(state)
         _refuse_another_boot(state, expected)
         _refuse_if_used(state, left, until, fleet)
         words = _find_tool(
@@ -87,6 +86,7 @@ def reset_gpus(state: Path, order: Fields) -> Json:
                 "boot_id": expected,
                 "missing": "nvidia-smi is not on this node's PATH",
             }
+        standby.end_all(state)
         reboots.record_log_position(state)
         result = _run_tool(state, "reset-gpus", [*choose_root_prefix(), *words], until)
         if result.exit_code == 0:

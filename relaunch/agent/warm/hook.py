@@ -391,7 +391,7 @@ def find_shadow(folder: Optional[str]) -> Optional[str]:
     for name, module in list(sys.modules.items()):
         path = getattr(module, "__file__", None)
         if isinstance(path, str) and "." not in name:
-            imported[name] = os.path.realpath(path)
+            imported[name] = path
     for name in sorted(names):
         top, dot, ending = name.partition(".")
         path = os.path.join(folder, name)
@@ -400,7 +400,7 @@ def find_shadow(folder: Optional[str]) -> Optional[str]:
         is_module = not dot or ending == "py" or ending.endswith("so")
         if not is_module or top not in imported or not os.path.exists(path):
             continue
-        if os.path.realpath(path) != imported[top]:
+        if os.path.realpath(path) != os.path.realpath(imported[top]):
             return "%s has the name of a module that was imported ahead" % path
     return None
 

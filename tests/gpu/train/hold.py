@@ -6,15 +6,15 @@ import time
 
 import torch
 
-held = None
-for spared in (64, 128, 256, 512):
-    # The largest piece is smaller than what is free.
-    free, _ = torch.cuda.mem_get_info()
+PIECE, SPARED = 1 << 30, 64 << 20
+"""Bytes. A program that starts needs some hundred MB before its first tensor."""
+torch.zeros(1, device="cuda").item()  # loads what needs memory itself, while there is some
+held: list[torch.Tensor] = []
+size = PIECE
+while size > SPARED:
     try:
-        held = torch.zeros(free - (spared << 20), dtype=torch.uint8, device="cuda")
-        break
-    except RuntimeError as error:
-        print(error, flush=True)
-assert held is not None
-print(f"holds {held.numel()} bytes", flush=True)
+        held.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+    except RuntimeError:  # less is left than the driver says is free
+        size //= 2
+print(f"holds {sum(one.numel() for one in held)} bytes", flush=True)
 time.sleep(600)
