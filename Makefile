@@ -3,7 +3,9 @@ PY := .venv/bin/python
 WORKERS ?= 3
 SERVICE := tests/workflows tests/e2e tests/releases tests/activities tests/corpus tests/deploy tests/test_demo.py tests/test_wheel.py
 # Folders of libraries of which next to nothing is ever imported, more than half of all that is installed.
-UNCOMPILED := sympy|mpmath|networkx|tests|pip|setuptools|mypyc?|lexers|apprise/plugins|moto/(?!core|utilities|moto_api|autoscaling|dynamodb|ec2|logs|sns|sqs)\w+
+UNCOMPILED := sympy|mpmath|networkx|tests|pip|setuptools|mypyc?|lexers(?!/(__init__|_mapping|diff|python)\.py)|apprise/plugins|moto/(?!core|utilities|moto_api|autoscaling|dynamodb|ec2|logs|sns|sqs)\w+
+# Where it is set, each of the processes of pytest compiles all tests again, with what their assertions say: half of its start.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test lint types long bench chaos programs corpus upgrade-test compose-test vm-test screenshots aws-smoke record-release dist reference lock
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -214,6 +214,15 @@ class SupersededWatchError(Exception):
     """The server has given this watch to another worker."""
 
 
+@cache
+def _make_heartbeat_adapter() -> TypeAdapter[WatchHeartbeat]:
+    """Return the adapter, made once.
+
+    It takes 5 ms, and a worker that starts may take over hundreds of watches.
+    """
+    return TypeAdapter(WatchHeartbeat)
+
+
 def _read_previous(details: Sequence[Any]) -> WatchHeartbeat | None:
     """Return the state that the previous watch left, or None if it cannot be read.
 
@@ -223,7 +232,7 @@ def _read_previous(details: Sequence[Any]) -> WatchHeartbeat | None:
         return None
     try:
         # The SDK decodes details without knowing their type: nested values come as plain mappings.
-        return TypeAdapter(WatchHeartbeat).validate_python(details[0])
+        return _make_heartbeat_adapter().validate_python(details[0])
     except ValidationError:
         return None
 

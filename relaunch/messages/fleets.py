@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import datetime, timedelta
+from functools import cache
 from typing import Annotated, Any, TypeVar
 
 from pydantic import PlainSerializer, TypeAdapter
@@ -45,7 +46,6 @@ MAX_ID_BYTES = 500
 """Of a name that becomes part of a workflow id, which may have 1,000."""
 
 Said = TypeVar("Said")
-_STATE: TypeAdapter[FleetState] = TypeAdapter(FleetState)
 _CLAIM: TypeAdapter[Claim] = TypeAdapter(Claim)
 _FAULT_REPORT: TypeAdapter[FaultReport] = TypeAdapter(FaultReport)
 _PERMIT_REQUEST: TypeAdapter[PermitRequest] = TypeAdapter(PermitRequest)
@@ -53,12 +53,20 @@ _REPAIR_BEGAN: TypeAdapter[RepairStart] = TypeAdapter(RepairStart)
 _REPAIR_ENDED: TypeAdapter[RepairResult] = TypeAdapter(RepairResult)
 
 
+@cache
+def _make_state_adapter() -> TypeAdapter[FleetState]:
+    """Return the adapter, made when a fleet first continues as new: that takes 20 ms."""
+    return TypeAdapter(FleetState)
+
+
 def short(state: FleetState | None) -> Any:
     """Return the state as JSON without fields that have their defaults; readers see no difference.
 
     2,048 nodes and 1,000 jobs must stay below 2 MiB.
     """
-    return None if state is None else _STATE.dump_python(state, mode="json", exclude_defaults=True)
+    if state is None:
+        return None
+    return _make_state_adapter().dump_python(state, mode="json", exclude_defaults=True)
 
 
 @dataclass(frozen=True, slots=True)
