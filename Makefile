@@ -1,7 +1,10 @@
 # setup demo test lint types long bench chaos programs corpus upgrade-test compose-test vm-test screenshots record-release dist reference: nothing else to remember.
 PY := .venv/bin/python
-WORKERS ?= 3
-SERVICE := tests/workflows tests/e2e tests/releases tests/activities tests/corpus tests/deploy tests/test_demo.py tests/test_wheel.py
+WORKERS ?= 2
+# The sessions of `make test`, beside the pure core: one for everything that is in none of these.
+FLOWS := tests/workflows
+SERVICE := tests/e2e tests/releases tests/activities tests/corpus tests/deploy tests/test_demo.py tests/test_wheel.py
+NODES := tests/agent tests/backends
 # Folders of libraries of which next to nothing is ever imported, more than half of all that is installed.
 UNCOMPILED := sympy|mpmath|networkx|tests|pip|setuptools|mypyc?|lexers(?!/(__init__|_mapping|diff|python)\.py)|apprise/plugins|moto/(?!core|utilities|moto_api|autoscaling|dynamodb|ec2|logs|sns|sqs)\w+
 # Where it is set, each of the processes of pytest compiles all tests again, with what their assertions say: half of its start.
@@ -40,17 +43,19 @@ demo: setup
 	$(PY) examples/demo.py
 
 # Types and the pure core are only computed, and the other tests wait most of the time, so they run side by side, and what
-# computes gives way. A process of pytest-xdist imports and lists all tests that its session has, so those with a service, which
-# are half of them, are a session of their own.
+# computes gives way. A process of pytest-xdist imports and lists all tests that its session has, so there are several sessions.
+PYTEST := $(PY) -m pytest -m "not long"
+SESSION := $(PYTEST) -n $(WORKERS) --dist worksteal
 test: lint
-	@logs=$$(mktemp -d); trap 'rm -rf "$$logs"' EXIT; \
-	(nice -n 3 $(PY) -m mypy & \
-	nice -n 3 $(PY) -m pytest -m "not long" --timeout 600 tests/recovery; core=$$?; \
-	wait $$! || exit 1; exit $$core) > "$$logs/core" 2>&1 & core=$$!; \
-	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m "not long" $(SERVICE) > "$$logs/service" 2>&1 & service=$$!; \
-	$(PY) -m pytest -n $$(($(WORKERS) + 1)) --dist worksteal -m "not long" --ignore tests/recovery $(SERVICE:%=--ignore %); rest=$$?; \
-	wait $$service; service=$$?; cat "$$logs/service"; \
-	wait $$core; core=$$?; cat "$$logs/core"; exit $$((rest + service + core))
+	@logs=$$(mktemp -d); trap 'rm -rf "$$logs"' EXIT; began=; \
+	beside() { name=$$1; shift; "$$@" > "$$logs/$$name" 2>&1 & began="$$began $$name:$$!"; }; \
+	beside types nice -n 3 $(PY) -m mypy; \
+	beside core nice -n 3 $(PYTEST) --timeout 600 tests/recovery; \
+	beside service $(SESSION) $(SERVICE); \
+	beside flows $(SESSION) $(FLOWS); \
+	beside nodes $(SESSION) $(NODES); \
+	$(SESSION) --ignore tests/recovery $(addprefix --ignore ,$(SERVICE) $(FLOWS) $(NODES)); failed=$$?; \
+	for one in $$began; do wait $${one#*:} || failed=1; cat "$$logs/$${one%:*}"; done; exit $$failed
 
 # The core's tables take every branch of it without the property tests. Counting them takes three times as long as running them.
 # -v: a run that is interrupted has said which tests failed.

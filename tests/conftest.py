@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
+from relaunch.backends.artifact import build_agent
 from tests.pages import PageExtension
 from tests.torch_python import PYTHON, has_module
 
@@ -61,6 +62,12 @@ def pytest_report_header() -> str:
     files = (Path(__file__).parent / "releases").glob("*.json.xz")
     names = sorted(path.name.removesuffix(".json.xz") for path in files)
     return f"releases that are read: {', '.join(names) or 'none, because there is none yet'}"
+
+
+@pytest.fixture(scope="session")
+def agent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The agent's archive, built once for all tests of a process."""
+    return build_agent(tmp_path_factory.mktemp("agent"))
 
 
 @pytest.fixture

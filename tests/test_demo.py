@@ -95,6 +95,7 @@ def test_three_faults_change_no_bit_and_leave_nothing_behind(
     assert (left_of(tmp_path), list(tmp_path.glob("relaunch-demo-*"))) == ([], [])
 
 
+@pytest.mark.long
 @pytest.mark.timeout(PATIENCE)
 def test_ctrl_c_on_a_terminal_ends_everything(
     tmp_path: Path, start: Callable[..., subprocess.Popen[bytes]]

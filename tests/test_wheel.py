@@ -80,6 +80,7 @@ def test_the_wheel_brings_one_name(wheel: Path) -> None:
     assert {name for name in names if ".dist-info/" not in name} == here
 
 
+@pytest.mark.long
 def test_it_is_what_a_separate_environment_imports(bin_folder: Path, tmp_path: Path) -> None:
     program = "import relaunch.workflows.fleet.workflow as module; print(module.__file__)"
     done = run(bin_folder, tmp_path, str(bin_folder / "python"), "-c", program)

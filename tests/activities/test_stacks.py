@@ -12,9 +12,9 @@ from relaunch.activities.logs import LogActivities, format_stacks
 from relaunch.backends.base import Backend, Refusal, Unreachable
 from relaunch.messages.logs import ReadStacksInput, Stack
 from tests.backends.fleets import RUNS
-from tests.backends.test_contract import Make, agent, launch, make, pytest_generate_tests, token
+from tests.backends.test_contract import Make, launch, make, pytest_generate_tests, token
 
-__all__ = ["agent", "make", "pytest_generate_tests"]
+__all__ = ["make", "pytest_generate_tests"]
 
 
 class Serves:

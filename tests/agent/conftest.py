@@ -12,13 +12,7 @@ import pytest
 from real_node import Node
 
 from relaunch.backends import local_power
-from relaunch.backends.artifact import build_agent
 from tests.doubles.install import build_nvml
-
-
-@pytest.fixture(scope="session")
-def agent(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_agent(tmp_path_factory.mktemp("agent"))
 
 
 @pytest.fixture

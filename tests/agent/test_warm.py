@@ -262,6 +262,7 @@ def test_a_module_that_a_fork_would_break_starts_cold(node: Node, job: Json, mod
     assert [read_name(pid) for pid in node.list_leftovers()].count("sleep") == 0
 
 
+@pytest.mark.long
 def test_threads_that_end_before_a_fork_are_no_obstacle(node: Node, job: Json) -> None:
     ends = """
 import os, threading
@@ -352,6 +353,7 @@ def test_an_edited_script_is_read_and_a_module_is_noticed(node: Node, job: Json)
     assert begin(node, 4, COMMAND, **job)["warm"]["forked"]
 
 
+@pytest.mark.long
 def test_a_module_beside_the_script_would_come_first(node: Node, job: Json) -> None:
     begin(node, 1, COMMAND, **job)
     await_standby(node)

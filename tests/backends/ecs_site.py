@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from relaunch.backends.artifact import build_agent
 from relaunch.backends.base import Refusal
 from relaunch.backends.ecs import aws as aws_module
 from relaunch.backends.ecs import batch as batch_module
@@ -49,8 +48,7 @@ REPAIR = "repair/gpus/n1/7d4e"
 
 
 @pytest.fixture(scope="module")
-def aws(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AwsDouble]:
-    agent = build_agent(tmp_path_factory.mktemp("agent"))
+def aws(tmp_path_factory: pytest.TempPathFactory, agent: Path) -> Iterator[AwsDouble]:
     delays = Delays(reboot=0.1, boot=0.1, power_off=0.05, stop_timeout=0.3)
     with (
         AwsDouble(tmp_path_factory.mktemp("aws"), delays=delays) as double,

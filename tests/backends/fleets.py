@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from relaunch.backends import local_power
-from relaunch.backends.artifact import build_agent
 from relaunch.backends.base import Backend
 from relaunch.backends.local import LIBRARIES, LocalBackend, cut, heal, reboot
 from relaunch.backends.ssh.backend import SshBackend
@@ -393,7 +392,3 @@ def _install(tools: Tools, folder: Path) -> None:
     for name, text in lines.items():
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")
         (folder / name).chmod(0o755)
-
-
-def build(folder: Path) -> Path:
-    return build_agent(folder)

@@ -20,7 +20,6 @@ import asyncssh
 import pytest
 import pytest_asyncio
 
-from relaunch.backends.artifact import build_agent
 from relaunch.backends.base import Unreachable
 from relaunch.backends.ssh.backend import SshBackend
 from relaunch.spec.fleet import FleetSpec
@@ -142,11 +141,6 @@ def python_double(host: Sshd, program: str) -> None:
     host.program_named(
         "python3", f"#!/bin/sh\nexec {shlex.quote(sys.executable)} -S {shlex.quote(str(path))}\n"
     )
-
-
-@pytest.fixture(scope="session")
-def agent(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_agent(tmp_path_factory.mktemp("agent"))
 
 
 @pytest_asyncio.fixture

@@ -34,7 +34,6 @@ from tests.backends.fleets import (
     Fleet,
     LocalFleet,
     SimulatedFleet,
-    build,
 )
 
 pytestmark = pytest.mark.asyncio
@@ -48,23 +47,18 @@ for a loaded one."""
 SECRET = "5ec7e7"
 
 
-@pytest.fixture(scope="session")
-def agent(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("agent"))
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Every backend that has agents on its nodes.
 
-    Of ECS, where a container has one and AWS the rest, what it promises as well.
+    Of ECS, where a container has one and AWS the rest, what it promises as well. Of the SSH servers
+    the first in `make test`, all in `make long`.
     """
     if "make" in metafunc.fixturenames:
-        ecs = (
-            [pytest.param("ecs", marks=pytest.mark.long)]
-            if metafunc.definition.get_closest_marker("also_ecs")
-            else []
-        )
-        metafunc.parametrize("make", ["simulated", "local", *SSH_FLEETS, *ecs], indirect=True)
+        first, *others = SSH_FLEETS
+        if metafunc.definition.get_closest_marker("also_ecs"):
+            others.append("ecs")
+        long = [pytest.param(name, marks=pytest.mark.long) for name in others]
+        metafunc.parametrize("make", ["simulated", "local", first, *long], indirect=True)
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ import pytest_asyncio
 from syrupy.assertion import SnapshotAssertion
 
 from relaunch.backends import session as session_module
-from relaunch.backends.artifact import build_agent
 from relaunch.backends.base import (
     Logs,
     PrepareOrder,
@@ -75,8 +74,7 @@ WITH_AGENT = {
 
 
 @pytest.fixture(scope="module")
-def aws(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AwsDouble]:
-    agent = build_agent(tmp_path_factory.mktemp("agent"))
+def aws(tmp_path_factory: pytest.TempPathFactory, agent: Path) -> Iterator[AwsDouble]:
     delays = Delays(stop_timeout=3.0, power_off=0.05)
     with (
         AwsDouble(tmp_path_factory.mktemp("aws"), agent=agent, delays=delays) as double,

@@ -22,7 +22,6 @@ from tests.backends.fleets import (
     LocalFleet,
     SimulatedFleet,
     Tools,
-    build,
 )
 from tests.backends.test_contract import (
     alive,
@@ -42,11 +41,6 @@ pytestmark = pytest.mark.asyncio
 Make = Callable[..., Fleet]
 PATIENCE = 60.0
 """Seconds after which a test has failed; a new boot of a local node takes one of them."""
-
-
-@pytest.fixture(scope="session")
-def agent(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("agent"))
 
 
 @pytest_asyncio.fixture(

@@ -14,9 +14,7 @@ from relaunch.backends import py_spy
 from relaunch.backends.base import Refusal
 from relaunch.backends.py_spy import NoProgramError, Program
 from tests.backends.fleets import RUNS, SshFleet
-from tests.backends.test_contract import agent, launch, token
-
-__all__ = ["agent"]
+from tests.backends.test_contract import launch, token
 
 DATA = b"#!/bin/sh\n" + bytes(range(256)) * 5000
 PROGRAM = Program(DATA, hashlib.sha256(DATA).hexdigest(), platform.machine())

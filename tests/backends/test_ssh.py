@@ -25,12 +25,12 @@ from relaunch.backends.ssh.backend import NeedsPerson, SshBackend
 from relaunch.backends.ssh.known_hosts import KeyStatus, fingerprint, line_for
 from relaunch.backends.ssh.route import SshConfigError
 from relaunch.backends.ssh.trust import host_key, remember
-from tests.backends.ssh_site import Site, agent, listener, own_fingerprint, reason, site
+from tests.backends.ssh_site import Site, listener, own_fingerprint, reason, site
 from tests.backends.sshd import make_key
 from tests.backends.test_contract import prepare_order, reached, token
 from tests.console.commands import starter
 
-__all__ = ["agent", "site"]
+__all__ = ["site"]
 pytestmark = pytest.mark.asyncio
 
 

@@ -22,9 +22,9 @@ from relaunch.backends.base import Unreachable
 from relaunch.backends.ssh import backend as ssh_backend
 from relaunch.backends.ssh import channel as ssh_channel
 from relaunch.backends.ssh.backend import SshBackend
-from tests.backends.ssh_site import Site, agent, python_double, reason, site
+from tests.backends.ssh_site import Site, python_double, reason, site
 
-__all__ = ["agent", "site"]
+__all__ = ["site"]
 pytestmark = pytest.mark.asyncio
 
 HAVE = (

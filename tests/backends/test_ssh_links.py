@@ -14,10 +14,9 @@ from relaunch.backends.ssh.backend import SshBackend
 from relaunch.evidence.reachability import LINK, NODE_LINK, LinkFindings
 from relaunch.job.state import Slot
 from tests.backends.netns import TRAINING, Network
-from tests.backends.ssh_site import Site, agent
+from tests.backends.ssh_site import Site
 from tests.backends.test_ssh_network import Lab
 
-__all__ = ["agent"]
 SLOTS = tuple(Slot(f"n{number}", f"{TRAINING}.{10 + number}") for number in (1, 2, 3))
 
 

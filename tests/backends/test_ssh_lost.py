@@ -22,11 +22,11 @@ from relaunch.backends.base import (
     StopOrder,
     Unreachable,
 )
-from tests.backends.ssh_site import Site, agent, reason, site
+from tests.backends.ssh_site import Site, reason, site
 from tests.backends.sshd import Sshd
 from tests.backends.test_contract import heartbeats, observed, prepare_order, reached, read, token
 
-__all__ = ["agent", "site"]
+__all__ = ["site"]
 pytestmark = pytest.mark.asyncio
 
 Line = Mapping[str, Any]

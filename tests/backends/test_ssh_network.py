@@ -18,7 +18,7 @@ from relaunch.backends.ssh import connection
 from relaunch.backends.ssh.backend import SshBackend
 from relaunch.spec.fleet import FleetSpec
 from tests.backends.netns import CONTROL, TRAINING, Network
-from tests.backends.ssh_site import Site, agent
+from tests.backends.ssh_site import Site
 from tests.backends.test_contract import (
     PATIENCE,
     SECRET,
@@ -29,8 +29,6 @@ from tests.backends.test_contract import (
     token,
 )
 from tests.backends.test_ssh_lost import lives, train
-
-__all__ = ["agent"]
 
 
 class Lab:

@@ -163,6 +163,7 @@ def test_a_server_killed_while_it_creates_tables_starts_again(tmp_path: Path) ->
     assert not (state / NOTE_FILE).exists()
 
 
+@pytest.mark.long
 def test_a_server_with_the_same_tables_opens_an_older_file(tmp_path: Path) -> None:
     newer = make_program(tmp_path, "1000.0.0")
     with keep_up(tmp_path):

@@ -25,11 +25,11 @@ from relaunch.cli.node_check import CheckResult, CheckRow, can_run_ranks, rows
 from relaunch.cli.trust import trust
 from relaunch.config import ConfigError
 from relaunch.spec.fleet import FleetSpec
-from tests.backends.ssh_site import Site, agent, own_fingerprint, python_double, site
+from tests.backends.ssh_site import Site, own_fingerprint, python_double, site
 from tests.backends.sshd import KINDS, Sshd, eventually, make_key
 from tests.console.commands import STARTER, bare_environment
 
-__all__ = ["agent", "site"]
+__all__ = ["site"]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -164,6 +164,7 @@ async def test_a_host_down_and_a_host_refusing_login_hide_no_third(
     assert found[2]["host key"].found is CheckResult.OK
 
 
+@pytest.mark.long
 async def test_a_python_that_is_too_old_is_a_matter_of_the_agent(site: Site) -> None:
     host = site.host()
     line = "\\nrelaunch-agent " + json.dumps(
@@ -235,6 +236,7 @@ async def test_a_key_is_written_down_only_by_a_yes(
     assert can_run_ranks(tuple(found.values()))
 
 
+@pytest.mark.long
 async def test_a_name_is_hashed_where_the_configuration_says_so(site: Site) -> None:
     host = site.host(known=False)
     site.config.write_text("HashKnownHosts yes\n")
@@ -358,6 +360,7 @@ def at_a_terminal(site: Site, answer: str, *words: str) -> tuple[int, str]:
     return process.returncode, shown.decode()
 
 
+@pytest.mark.long
 async def test_a_person_at_a_terminal_is_asked(site: Site) -> None:
     host = site.host(known=False)
     file = str(written(site, fleet_of(site, host)))

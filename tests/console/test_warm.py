@@ -300,6 +300,7 @@ def test_a_killed_warm_process_ends_no_command_and_is_restarted(place: Place) ->
     assert (process.returncode, "CANCELLED" in err) == (CANCELLED, True), err
 
 
+@pytest.mark.long
 def test_changed_code_is_what_runs_next(place: Place) -> None:
     file = place.root / "relaunch" / "cli" / "tables.py"
     text = file.read_text()

@@ -101,6 +101,7 @@ def test_it_refuses_without_what_it_needs(
     assert said.startswith(f"aws-smoke: {missing} ") and said.count("\n") == 1
 
 
+@pytest.mark.long
 def test_it_refuses_a_false_instance_and_weak_credentials(
     aws: AwsDouble, ec2_id: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

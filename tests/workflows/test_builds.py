@@ -61,6 +61,7 @@ async def connect(server: Client) -> Client:
     )
 
 
+@pytest.mark.long
 async def test_an_upgrade_waits_until_a_new_worker_polls_for_all(server: Client) -> None:
     queue = f"builds-{uuid.uuid4().hex}"
     said: list[str] = []

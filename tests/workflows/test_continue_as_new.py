@@ -118,6 +118,7 @@ def is_claim(event: HistoryEvent) -> bool:
     return event.activity_task_scheduled_event_attributes.activity_type.name == "tell_fleet"
 
 
+@pytest.mark.long
 async def test_a_temporal_cancel_during_continue_as_new_stops_ranks(
     make_short_rig: MakeRig,
 ) -> None:
@@ -320,6 +321,7 @@ async def test_closed_incidents_beyond_ten_are_all_in_the_archive(
             assert cost <= span
 
 
+@pytest.mark.long
 async def test_after_a_reset_a_job_goes_on_above_its_nodes_generation(
     server: Client, make_rig: MakeRig
 ) -> None:

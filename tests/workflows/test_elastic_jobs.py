@@ -173,6 +173,7 @@ async def test_s3_3_a_job_shrinks_on_a_drain_and_grows_on_the_release(
         await ended(job)
 
 
+@pytest.mark.long
 async def test_s3_3_a_job_begins_small_and_leaves_nodes_others_want(
     make_rig: MakeRig,
 ) -> None:

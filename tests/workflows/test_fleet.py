@@ -243,6 +243,7 @@ async def test_a_job_that_ends_while_it_is_asked_is_not_awaited(
         )
 
 
+@pytest.mark.long
 async def test_a_repair_that_met_a_pause_is_repeated_not_quarantined(
     make_rig: MakeRig,
 ) -> None:

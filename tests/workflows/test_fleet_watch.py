@@ -111,6 +111,7 @@ async def test_the_end_of_a_job_that_keeps_its_nodes_is_news(make_rig: MakeRig) 
         assert stopped == {"n1", "n2"}
 
 
+@pytest.mark.long
 async def test_ranks_that_outlive_their_job_are_reported_though_known(make_rig: MakeRig) -> None:
     """They were there when the job had the nodes, too: what nodes answer has not changed."""
     async with make(make_rig, nodes=2) as rig, claimants(rig) as begin:

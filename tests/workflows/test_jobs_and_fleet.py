@@ -174,6 +174,7 @@ async def test_s4_2_a_spare_replaces_a_broken_node_until_its_repair(
         await ended(second)
 
 
+@pytest.mark.long
 async def test_a_second_bad_node_of_an_incident_goes_to_no_other_job(
     make_rig: MakeRig,
 ) -> None:
@@ -371,6 +372,7 @@ async def test_a_job_of_an_unknown_fleet_fails_with_that_sentence(
         assert "'nowhere'" in result.reason
 
 
+@pytest.mark.long
 async def test_a_job_that_asks_keeps_its_nodes_and_the_queue_waits(
     make_rig: MakeRig,
 ) -> None:

@@ -160,6 +160,7 @@ async def test_a_job_that_says_no_is_moved_when_the_time_is_over(make_rig: MakeR
         await ended(job)
 
 
+@pytest.mark.long
 async def test_a_drain_that_is_taken_back_leaves_the_job_where_it_is(make_rig: MakeRig) -> None:
     async with make(make_rig, nodes=2, spares=1) as rig:
         job = await rig.submit(gpus_per_node=8)

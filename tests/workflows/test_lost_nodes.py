@@ -52,6 +52,7 @@ async def test_s2_8_a_lost_node_that_returns_goes_on_undisturbed(
         await job.result()
 
 
+@pytest.mark.long
 async def test_s2_8_a_node_may_be_lost_and_return_many_times(make_rig: MakeRig) -> None:
     async with make_rig(Script((RUNS,))) as rig:
         job = await rig.submit()
@@ -314,6 +315,7 @@ async def test_an_independent_gang_with_a_lost_node_is_not_moved(
         await job.result()
 
 
+@pytest.mark.long
 async def test_a_node_that_takes_no_start_is_replaced_once_it_gave_up(
     make_rig: MakeRig,
 ) -> None:

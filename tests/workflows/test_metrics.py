@@ -158,6 +158,7 @@ async def test_a_worker_counts_no_second_of_a_job_twice(monkeypatch: pytest.Monk
     assert len(metrics._charged) == 1, "the job that was counted least lately is forgotten"
 
 
+@pytest.mark.long
 async def test_the_sampler_shows_a_question_until_it_is_answered(
     make_rig: MakeRig, meters: Meters, tmp_path: Path
 ) -> None:

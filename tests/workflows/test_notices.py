@@ -130,6 +130,7 @@ async def test_a_receiver_that_hangs_delays_no_recovery(make_rig: MakeRig) -> No
         assert events(well) == [("question", "open"), ("question", "resolved")]
 
 
+@pytest.mark.long
 async def test_channels_take_their_events_and_causes(make_rig: MakeRig) -> None:
     script = Script((Exit(rank=0, exit_code=1, generation=1),))
     with webhook() as failures, webhook() as networks, webhook() as every:
@@ -150,6 +151,7 @@ async def test_channels_take_their_events_and_causes(make_rig: MakeRig) -> None:
         assert networks.requests == []
 
 
+@pytest.mark.long
 async def test_a_fleet_tells_of_quarantine_and_breaker(make_rig: MakeRig) -> None:
     sick = (Sick(node="n1", dcgm_error=(0, 52)),)
     with webhook() as received:

@@ -86,6 +86,7 @@ async def test_a_gang_moves_when_the_former_machines_ranks_have_fenced(
         await job.result()
 
 
+@pytest.mark.long
 async def test_a_watch_neither_renews_nor_believes_another_machine(
     make_rig: MakeRig,
 ) -> None:

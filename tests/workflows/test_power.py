@@ -24,7 +24,6 @@ import relaunch.repair.conditions
 import relaunch.repair.machine
 from relaunch.activities.examine import NodeActivities
 from relaunch.backends import local_power
-from relaunch.backends.artifact import build_agent
 from relaunch.backends.local import LocalBackend, cut, heal
 from relaunch.evidence.findings import Verdict
 from relaunch.messages.jobs import NodeRepairInput, NodeRepairResult
@@ -38,11 +37,6 @@ from tests.workflows.test_escalation import Told, allows
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 PATIENCE = 180.0
 SOON = timedelta(seconds=2)
-
-
-@pytest.fixture(scope="session")
-def agent(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_agent(tmp_path_factory.mktemp("agent"))
 
 
 @dataclass

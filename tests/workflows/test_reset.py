@@ -61,6 +61,7 @@ async def end(*jobs: Job) -> None:
         assert (await job.result()).phase is Phase.CANCELLED
 
 
+@pytest.mark.long
 async def test_a_job_reset_to_its_begin_is_a_later_submission(
     make_rig: MakeRig,
 ) -> None:
@@ -125,6 +126,7 @@ async def test_nodes_of_a_terminated_job_stay_with_their_new_job(
         await end(again, other)
 
 
+@pytest.mark.long
 async def test_an_answer_after_a_reset_is_no_restart_on_lost_nodes(make_rig: MakeRig) -> None:
     """The job was terminated while it waited for a person, and has no report of a watch since."""
     name = f"f-{uuid.uuid4().hex[:8]}"
