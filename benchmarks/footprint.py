@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from pathlib import Path
 
 from benchmarks.contenders import ROOT, WORLD_SIZE, Contender, measure_start, rank_command
 from benchmarks.idle import MARK, TICK, marked, pss
+from benchmarks.machine import describe_machine
 from benchmarks.rank import STEP_VARIABLE
 from benchmarks.relaunch import Relaunch
 from benchmarks.torchrun import Torchrun, version
@@ -250,12 +250,7 @@ def main() -> int:
     if arguments.output is not None:
         report = {
             "at": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": {
-                "cores": os.cpu_count(),
-                "kernel": platform.release(),
-                "python": platform.python_version(),
-                "load": os.getloadavg(),
-            },
+            "machine": describe_machine(),
             "torch": torch,
             "seconds": arguments.seconds,
             "settle": arguments.settle,

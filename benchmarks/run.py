@@ -14,7 +14,6 @@ import asyncio
 import dataclasses
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from benchmarks.events import measure_events
 from benchmarks.fleet import measure_fleet
 from benchmarks.floor import Floor
 from benchmarks.idle import MARK, measure_idle
+from benchmarks.machine import describe_machine
 from benchmarks.many import measure_many
 from benchmarks.relaunch import Relaunch
 from benchmarks.torchrun import Torchrun, version
@@ -102,12 +102,7 @@ def main() -> int:
     fleet = measure_fleet(50, 200, 60)
     report = {
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": {
-            "cores": os.cpu_count(),
-            "kernel": platform.release(),
-            "python": platform.python_version(),
-            "load": os.getloadavg(),
-        },
+        "machine": describe_machine(),
         "torch": torch,
         "rounds": arguments.rounds,
         "contenders": results,

@@ -15,8 +15,6 @@ import argparse
 import asyncio
 import itertools
 import json
-import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -34,6 +32,7 @@ from benchmarks.contenders import (
     measure_start,
 )
 from benchmarks.floor import Floor
+from benchmarks.machine import describe_machine
 from benchmarks.relaunch import Relaunch
 from relaunch.temporal import connect, find_running_up
 
@@ -149,12 +148,7 @@ def main() -> int:
         floor += measure_floor(folder / "after", arguments.rounds)
     found: dict[str, Any] = {
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": {
-            "cores": os.cpu_count(),
-            "kernel": platform.release(),
-            "python": platform.python_version(),
-            "load": os.getloadavg(),
-        },
+        "machine": describe_machine(),
         "floor_ms": [round(one, 1) for one in floor],
         "recovery_ms": [round(one, 1) for one in whole],
         "split_ms": {name: round(one, 1) for name, one in split(parts).items()},

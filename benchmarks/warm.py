@@ -27,7 +27,6 @@ import asyncio
 import itertools
 import json
 import os
-import platform
 import random
 import re
 import signal
@@ -55,6 +54,7 @@ from benchmarks.contenders import (
     measure_start,
 )
 from benchmarks.floor import Floor
+from benchmarks.machine import describe_machine
 from benchmarks.relaunch import Relaunch
 from benchmarks.split import read_history, read_nodes
 from benchmarks.torchrun import Torchrun, version
@@ -356,11 +356,7 @@ def finish(arguments: argparse.Namespace, torch: str, results: list[dict[str, An
     """Print and keep the results."""
     report = {
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": {
-            "cores": os.cpu_count(),
-            "kernel": platform.release(),
-            "load": os.getloadavg(),
-        },
+        "machine": describe_machine(),
         "torch": torch,
         "cuda": arguments.cuda,
         "contenders": results,

@@ -16,6 +16,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 OURS = ("relaunch", "workflows", "activities", "worker", "starter")
+OUR_PACKAGES = ("relaunch", "relaunch.workflows", "relaunch.activities")
+"""The last two are folders at the top, mapped into the package."""
 PYDANTIC = (
     "re2",
     "pydantic",
@@ -60,6 +62,7 @@ def modules(package: str) -> list[str]:
     if folder.with_suffix(".py").exists():
         return [package]
     found = [path.relative_to(ROOT).with_suffix("") for path in sorted(folder.rglob("*.py"))]
+    assert found, f"{package} is no package"
     names = [".".join(path.parts).removesuffix(".__init__") for path in found]
     return [name for name in names if not name.endswith("__main__")]
 
@@ -159,11 +162,7 @@ def test_a_package_loads_only_what_it_may(package: str, allowed: tuple[str, ...]
 @cache
 def imports() -> dict[str, set[str]]:
     """By module: the modules of ours that its file imports, also for types and in functions."""
-    names = {
-        name: ROOT.joinpath(*name.split("."))
-        for name in [*modules("relaunch"), *modules("relaunch.workflows")]
-    }
-    names |= {name: ROOT.joinpath(*name.split(".")) for name in modules("relaunch.activities")}
+    names = {name: ROOT.joinpath(*name.split(".")) for one in OUR_PACKAGES for name in modules(one)}
     names["relaunch.__main__"] = ROOT / "relaunch" / "__main__"
     found: dict[str, set[str]] = {}
     for name, path in names.items():
@@ -388,11 +387,7 @@ for name in sys.argv[1:]:
     failed += [name] if status else []
 sys.exit(bool(failed))
 """
-    names = [
-        name
-        for package in ("recovery", "workflows", "activities", "backends")
-        for name in modules(package)
-    ]
+    names = [name for package in OUR_PACKAGES for name in modules(package)]
     # Forked from one interpreter that has only third parties loaded: a process for each, at a
     # fraction of the time.
     prelude = (
