@@ -7,8 +7,9 @@ are simulated, two for each job, within the worker's process, so its figures inc
 number of jobs: how long until all run; what server and worker use while nothing happens; twenty
 faults of one job each, one after the other (a node loses its power for a moment), from the fault to
 the end of the launch that follows; then one fault of each job at once; then how often a workflow
-task timed out, and how long the longest history and the largest payload became. This program shares
-the cores with what it measures. With `--output`, rows that are in the file already are not measured
+task timed out, and how long the longest history and the largest payload became. Where no further
+job begins to run for ten minutes, it gives up and says what jobs wait for. This program shares the
+cores with what it measures. With `--output`, rows that are in the file already are not measured
 again.
 """
 
