@@ -7,8 +7,9 @@ are simulated, two for each job, within the worker's process, so its figures inc
 number of jobs: how long until all run; what server and worker use while nothing happens; twenty
 faults of one job each, one after the other (a node loses its power for a moment), from the fault to
 the end of the launch that follows; then one fault of each job at once; then how often a workflow
-task timed out, and how long the longest history and the largest payload became. This program shares
-the cores with what it measures. With `--output`, rows that are in the file already are not measured
+task timed out, and how long the longest history and the largest payload became. Where no further
+job begins to run for ten minutes, it gives up and says what jobs wait for. This program shares the
+cores with what it measures. With `--output`, rows that are in the file already are not measured
 again.
 """
 
@@ -17,6 +18,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import re
 import statistics
 import subprocess
 import sys
@@ -30,8 +33,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from temporalio.api.enums.v1 import EventType
+from temporalio.api.enums.v1 import EventType, TaskQueueType
 from temporalio.api.history.v1 import HistoryEvent
+from temporalio.api.taskqueue.v1 import TaskQueue
+from temporalio.api.workflowservice.v1 import DescribeTaskQueueRequest
 from temporalio.client import Client, WorkflowHandle
 
 from benchmarks.contenders import ROOT
@@ -59,6 +64,8 @@ QUIET_S = 40.0
 pause between two heartbeats, and most of that between two sweeps of the fleet."""
 SINGLE_FAULTS = 20
 PATIENCE = 3600.0
+NEWS_TIMEOUT = 600.0
+"""Seconds without one more job that runs, after which this gives up and says what jobs wait for."""
 
 
 def fleet(nodes: int) -> FleetSpec:
@@ -75,6 +82,10 @@ def fleet(nodes: int) -> FleetSpec:
 async def work(address: str, nodes: int, jobs: int, state: Path) -> None:
     """Be the worker. A line on standard input names a job whose node loses its power; the moment is
     printed."""
+    # The SDK's log goes to standard output. It is a pipe that is read only
+    # for answers: once it was full, the SDK's threads waited for it, and the worker stood still.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     spec = fleet(nodes)
     backend = SimulatedBackend(spec, Script(then="run"))
     reader = asyncio.StreamReader()
@@ -85,12 +96,12 @@ async def work(address: str, nodes: int, jobs: int, state: Path) -> None:
     fleets = WorkerFleets({FLEET: spec}, {FLEET: backend})
     settings = Settings(state=state, jobs=jobs + 10)
     async with make_worker(client, settings, fleets, is_near=True):
-        print("ready", flush=True)
+        print("ready", file=answers, flush=True)
         while line := (await reader.readline()).decode().strip():
             used = {life.token.job: life.node for life in backend.lives if life.kind == "started"}
             for job in used if line == "all" else [line]:
                 backend.lose_power(used[job])
-            print(datetime.now(UTC).timestamp(), flush=True)
+            print(datetime.now(UTC).timestamp(), file=answers, flush=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +150,69 @@ async def count_running(client: Client, generation: int) -> int:
     return (await client.count_workflows(query)).count
 
 
+class StallError(Exception):
+    """No more jobs have begun to run for long; its message says what they wait for."""
+
+
+class Watchdog:
+    """Gives up when a number has not grown for `NEWS_TIMEOUT`."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._most = -1
+        self._at = time.monotonic()
+
+    async def note(self, running: int) -> None:
+        """Raises:
+        StallError: The number has not grown for too long.
+        """
+        now = time.monotonic()
+        if running > self._most:
+            self._most, self._at = running, now
+        elif now - self._at > NEWS_TIMEOUT:
+            found = await describe_waiting(self._client)
+            raise StallError(f"{running} jobs for {NEWS_TIMEOUT:g} s, and no more:\n{found}")
+
+
+async def describe_waiting(client: Client) -> str:
+    """Return what jobs wait for, and whether fleet, worker and server still do anything."""
+    phases: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
+    attempts: Counter[str] = Counter()
+    async for job in client.list_workflows("WorkflowType = 'TrainingJob'"):
+        memo = await job.memo()
+        phases[str(memo.get("phase"))] += 1
+        if memo.get("phase") != "RUNNING":
+            reasons[re.sub(r"\d+", "#", f"{memo.get('reason')}; next: {memo.get('next')}")] += 1
+        described = (await client.get_workflow_handle(job.id).describe()).raw_description
+        for pending in described.pending_activities:
+            attempts[f"{pending.activity_type.name}, attempt {pending.attempt}"] += 1
+    lines = [f"load: {' '.join(f'{load:.1f}' for load in os.getloadavg())}"]
+    for title, counts in (("phases", phases), ("wait", reasons), ("activities", attempts)):
+        lines += [f"{title}: {count} × {what}" for what, count in counts.most_common(8)]
+    task = (
+        await client.get_workflow_handle(f"{FLEET_ID_PREFIX}{FLEET}").describe()
+    ).raw_description.pending_workflow_task
+    if task.state:
+        since = task.scheduled_time.ToDatetime(UTC)
+        lines.append(f"the fleet's workflow task: attempt {task.attempt}, waits since {since}")
+    for kind in (TaskQueueType.TASK_QUEUE_TYPE_WORKFLOW, TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY):
+        queue = await client.workflow_service.describe_task_queue(
+            DescribeTaskQueueRequest(
+                namespace=client.namespace,
+                task_queue=TaskQueue(name=TASK_QUEUE),
+                task_queue_type=kind,
+                report_stats=True,
+            )
+        )
+        polls = [poller.last_access_time.ToDatetime(UTC) for poller in queue.pollers]
+        lines.append(
+            f"{TaskQueueType.Name(kind)}: backlog {queue.stats.approximate_backlog_count}, last"
+            f" poll {max(polls, default=None)}, now {datetime.now(UTC)}"
+        )
+    return "\n".join(lines)
+
+
 async def submit_all(client: Client, jobs: int) -> None:
     policy = resolve({"no_progress_stop": "off"})
 
@@ -156,8 +230,10 @@ async def submit_all(client: Client, jobs: int) -> None:
         )
 
     started = 0
+    watchdog = Watchdog(client)
     async with asyncio.timeout(PATIENCE):
         while (running := await count_running(client, 1)) < jobs:
+            await watchdog.note(running)
             more = min(jobs - started, STARTING - (started - running))
             await asyncio.gather(*(submit(started + number) for number in range(more)))
             started += max(0, more)
@@ -215,11 +291,22 @@ async def look_back(client: Client, jobs: int) -> dict[str, object]:
     }
 
 
+@contextmanager
+def measure_span(service: Service, row: dict[str, object], name: str) -> Iterator[None]:
+    """Add to a row how long something takes, the processor time for it, and the load after it."""
+    begun, before = time.monotonic(), service.cpu_seconds()
+    yield
+    row[f"{name}_s"] = round(time.monotonic() - begun, 1)
+    used = zip(("server", "worker"), before, service.cpu_seconds(), strict=True)
+    row |= {f"{name}_{of}_cpu_s": round(now - was, 1) for of, was, now in used}
+    row[f"{name}_load"] = round(os.getloadavg()[0], 1)
+
+
 async def measure_jobs(service: Service, jobs: int) -> dict[str, object]:
     client = service.client
-    begun = time.monotonic()
-    await submit_all(client, jobs)
-    row: dict[str, object] = {"jobs": jobs, "all_run_s": round(time.monotonic() - begun, 1)}
+    row: dict[str, object] = {"jobs": jobs}
+    with measure_span(service, row, "all_run"):
+        await submit_all(client, jobs)
     await asyncio.sleep(15)
     before = service.cpu_seconds()
     await asyncio.sleep(QUIET_S)
@@ -231,13 +318,14 @@ async def measure_jobs(service: Service, jobs: int) -> dict[str, object]:
     times = sorted([await break_one(service, number) for number in broken])
     row["one_fault_p50_s"] = round(statistics.median(times), 2)
     row["one_fault_worst_s"] = round(times[-1], 2)
-    begun = time.monotonic()
-    service.break_node("all")
-    async with asyncio.timeout(PATIENCE):
-        for generation, count in ((2, jobs), (3, len(broken))):
-            while await count_running(client, generation) < count:  # noqa: ASYNC110 -- only polled
-                await asyncio.sleep(0.5)
-    row["all_recovered_s"] = round(time.monotonic() - begun, 1)
+    with measure_span(service, row, "all_recovered"):
+        service.break_node("all")
+        async with asyncio.timeout(PATIENCE):
+            for generation, count in ((2, jobs), (3, len(broken))):
+                watchdog = Watchdog(client)
+                while (running := await count_running(client, generation)) < count:
+                    await watchdog.note(running)
+                    await asyncio.sleep(0.5)
     row["server_peak_mib"] = round(peak_mib(service.server))
     row["worker_peak_mib"] = round(peak_mib(service.worker.pid))
     for name, seconds in zip(("server", "worker"), service.cpu_seconds(), strict=True):

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from temporalio.api.common.v1 import Payload
     from temporalio.client import Client
     from temporalio.converter import DataConverter
+    from temporalio.runtime import Runtime
     from temporalio.service import RPCError
 
 UP_FILE = "up.json"
@@ -47,6 +48,8 @@ SEARCH_ATTRIBUTES = {
     "Nodes": KEYWORD_LIST,
     "Generation": INT,
 }
+_runtimes: list[Runtime] = []
+"""The SDK's runtime of this process, once it is needed."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +184,28 @@ async def connect(state: Path, address: str | None = None, *, payloads: bool = T
     return client
 
 
+def set_runtime(runtime: Runtime) -> None:
+    """Set the SDK's runtime of this process, before the first connection. Only workers have one
+    that differs."""
+    from temporalio.runtime import Runtime
+
+    Runtime.set_default(runtime)
+    _runtimes.append(runtime)
+
+
+def _get_runtime() -> Runtime:
+    """Return the SDK's runtime of this process.
+
+    By default it prints no log: the SDK would write that to standard output, among the results of
+    commands, which say themselves what went wrong.
+    """
+    from temporalio.runtime import Runtime, TelemetryConfig
+
+    if not _runtimes:
+        _runtimes.append(Runtime(telemetry=TelemetryConfig(logging=None)))
+    return _runtimes[0]
+
+
 async def connect_with(credentials: Credentials, target: str) -> Client:
     """Connect to a server; raises as `connect` does."""
     from temporalio.client import Client
@@ -189,7 +214,8 @@ async def connect_with(credentials: Credentials, target: str) -> Client:
     config["target_host"] = target
     try:
         return await asyncio.wait_for(
-            Client.connect(**config, data_converter=data_converter()), CONNECT_TIMEOUT_S
+            Client.connect(**config, data_converter=data_converter(), runtime=_get_runtime()),
+            CONNECT_TIMEOUT_S,
         )
     except TimeoutError:
         raise ServerUnavailable(

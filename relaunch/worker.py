@@ -74,8 +74,10 @@ from relaunch.temporal import (
     ensure_namespace,
     explain_refusal,
     read_server_id,
+    set_runtime,
 )
-from relaunch.text import count_noun, escape_controls, printable
+from relaunch.text import count_noun, printable
+from relaunch.worker_log import MAX_LOG_LINE, forward_sdk_log, start_log
 from relaunch.workflows.fleet.workflow import Fleet
 from relaunch.workflows.node_repair.workflow import NodeRepair
 from relaunch.workflows.notifier.workflow import Notifier
@@ -84,8 +86,6 @@ from relaunch.workflows.training_job.metrics import BUCKETS
 from relaunch.workflows.training_job.traces import set_sink
 from relaunch.workflows.training_job.workflow import TrainingJob
 
-MAX_LOG_LINE = 4000
-"""Characters of a message in the log."""
 WORKFLOW_TASKS = 8
 """Maximum number of concurrent workflow tasks. They share one interpreter: of a hundred at once,
 each would take as long as all of them together, exceed the workflow task timeout and be retried,
@@ -724,10 +724,10 @@ def _serve_metrics(address: str | None) -> Runtime:
         ConfigError: it cannot listen there.
     """
     if address is None:
-        return _make_runtime(TelemetryConfig())
+        return _make_runtime(TelemetryConfig(logging=forward_sdk_log()))
     metrics = PrometheusConfig(address, histogram_bucket_overrides=BUCKETS)
     try:
-        return _make_runtime(TelemetryConfig(metrics=metrics))
+        return _make_runtime(TelemetryConfig(logging=forward_sdk_log(), metrics=metrics))
     except ValueError as error:
         raise ConfigError(
             f"setting metrics is {address!r}: {error}; expected an IP address of this machine and"
@@ -749,20 +749,6 @@ def _make_runtime(telemetry: TelemetryConfig) -> Runtime:
     finally:
         if not is_set:
             del os.environ[SDK_THREADS]
-
-
-class LogFormatter(logging.Formatter):
-    """Writes a message as one line, whatever a node or a person wrote into it.
-
-    Only what a traceback adds has further lines.
-    """
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        record.message = printable(record.message, MAX_LOG_LINE)
-        return super().formatMessage(record)
-
-    def format(self, record: logging.LogRecord) -> str:
-        return escape_controls(super().format(record))
 
 
 def main() -> int:
@@ -798,12 +784,13 @@ def main() -> int:
             if (traces := find_trace_endpoint()) is not None:
                 sys.stdout.write(f"{'(traces)':<18} {traces[0]:<40} {traces[1]}\n")
             return 0
-        handler = logging.StreamHandler()
-        handler.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        logging.basicConfig(level=settings.log_level, handlers=[handler])
-        Runtime.set_default(_serve_metrics(settings.metrics))
-        build = None if arguments.no_build else settings.build or build_id()
-        asyncio.run(serve(settings, build, arguments.near))
+        writer = start_log(sys.stderr, settings.log_level)
+        try:
+            set_runtime(_serve_metrics(settings.metrics))
+            build = None if arguments.no_build else settings.build or build_id()
+            asyncio.run(serve(settings, build, arguments.near))
+        finally:
+            writer.finish()
     except ConfigError as error:
         sys.stderr.write(f"relaunch-worker: {printable(str(error), MAX_LOG_LINE)}\n")
         return 2

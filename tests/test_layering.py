@@ -83,7 +83,7 @@ FLOORS = (
     ("relaunch.temporal", "relaunch.builds"),
     ("relaunch.credentials",),
     ("relaunch.encryption",),
-    ("relaunch.config", "relaunch.converter", "relaunch.interpreter"),
+    ("relaunch.config", "relaunch.converter", "relaunch.interpreter", "relaunch.worker_log"),
     ("relaunch.messages",),
     ("relaunch.job",),
     ("relaunch.pool", "relaunch.repair"),

@@ -36,7 +36,6 @@ from relaunch.temporal import read_server_id
 from relaunch.worker import (
     KEPT_FLEETS,
     SDK_THREADS,
-    LogFormatter,
     UnreadFleetError,
     WorkerFleets,
     _make_runtime,
@@ -45,6 +44,7 @@ from relaunch.worker import (
     _trace_incidents,
     make_fleets,
 )
+from relaunch.worker_log import LogFormatter
 from tests.servers import start_dev_server
 
 FLEET = """\
