@@ -16,6 +16,7 @@ import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
@@ -73,8 +74,13 @@ class ChannelSender:
         Raises:
             ChannelError: it was not delivered, or that is not known.
         """
-        send = _send_webhook if channel.webhook is not None else _send_apprise
-        await self._run(name, lambda: send(channel, message))
+        if channel.webhook is not None:
+            await self._run(name, lambda: _send_webhook(channel, message))
+            return
+        # Not within the time that a receiver has: the first time takes a second of a core, and six
+        # where nothing was compiled yet.
+        await asyncio.to_thread(_load_apprise)
+        await self._run(name, lambda: _send_apprise(channel, message))
 
     async def ping(self, name: str, url: str | SecretReference) -> None:
         """Request the URL of a dead man's switch.
@@ -227,6 +233,14 @@ def _request(url: str, body: bytes | None, headers: dict[str, str]) -> None:
         raise ChannelError(reason, True) from None
     except ValueError:  # of http.client, for an address with spaces; its text repeats it
         raise ChannelError("its address cannot be used") from None
+
+
+@cache
+def _load_apprise() -> None:
+    """Import apprise and the modules for its services, all of which it loads for any address."""
+    import apprise
+
+    apprise.Apprise().add("json://localhost")
 
 
 def _send_apprise(channel: Channel, message: Message) -> None:

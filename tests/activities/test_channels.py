@@ -81,6 +81,17 @@ async def test_a_receiver_that_hangs_is_ambiguous(monkeypatch: pytest.MonkeyPatc
     assert raised.value.is_ambiguous and "0.3 s" in raised.value.reason
 
 
+async def test_the_import_of_apprise_takes_no_receivers_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    channels._load_apprise()  # the rest of this test does not wait for it
+    monkeypatch.setattr(channels, "_load_apprise", lambda: time.sleep(2.5))
+    monkeypatch.setattr(channels, "SEND_TIMEOUT_S", 2.0)
+    with pytest.raises(ChannelError) as raised:
+        await send(apprise=f"nosuch://{PASSWORD}")
+    assert "apprise does not know" in raised.value.reason
+
+
 async def test_errors_name_the_place_and_repeat_no_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
