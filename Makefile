@@ -4,7 +4,8 @@ WORKERS ?= 2
 # The sessions of `make test`, beside the pure core: one for everything that is in none of these.
 FLOWS := tests/workflows
 SERVICE := tests/e2e tests/releases tests/activities tests/corpus tests/deploy tests/test_demo.py tests/test_wheel.py
-NODES := tests/agent tests/backends
+AGENT := tests/agent
+BACKENDS := tests/backends
 # Folders of libraries of which next to nothing is ever imported, more than half of all that is installed.
 UNCOMPILED := sympy|mpmath|networkx|tests|pip|setuptools|mypyc?|lexers(?!/(__init__|_mapping|diff|python)\.py)|apprise/plugins|moto/(?!core|utilities|moto_api|autoscaling|dynamodb|ec2|logs|sns|sqs)\w+
 # Where it is set, each of the processes of pytest compiles all tests again, with what their assertions say: half of its start.
@@ -53,8 +54,9 @@ test: lint
 	beside core nice -n 3 $(PYTEST) --timeout 600 tests/recovery; \
 	beside service $(SESSION) $(SERVICE); \
 	beside flows $(SESSION) $(FLOWS); \
-	beside nodes $(SESSION) $(NODES); \
-	$(SESSION) --ignore tests/recovery $(addprefix --ignore ,$(SERVICE) $(FLOWS) $(NODES)); failed=$$?; \
+	beside agent $(SESSION) $(AGENT); \
+	beside backends $(SESSION) $(BACKENDS); \
+	$(SESSION) --ignore tests/recovery $(addprefix --ignore ,$(SERVICE) $(FLOWS) $(AGENT) $(BACKENDS)); failed=$$?; \
 	for one in $$began; do wait $${one#*:} || failed=1; cat "$$logs/$${one%:*}"; done; exit $$failed
 
 # The core's tables take every branch of it without the property tests. Counting them takes three times as long as running them.
