@@ -32,6 +32,7 @@ from temporalio.worker import (
     Worker,
 )
 
+from relaunch import cores
 from relaunch.activities.access import AccessActivities
 from relaunch.activities.examine import NodeActivities
 from relaunch.activities.fleet import FleetActivities
@@ -798,6 +799,7 @@ def main() -> int:
             if (traces := find_trace_endpoint()) is not None:
                 sys.stdout.write(f"{'(traces)':<18} {traces[0]:<40} {traces[1]}\n")
             return 0
+        cores.forgo()
         handler = logging.StreamHandler()
         handler.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logging.basicConfig(level=settings.log_level, handlers=[handler])
