@@ -22,7 +22,7 @@ TOKEN = f"planted-{secrets.token_hex(12)}"
 NAME, FILED_NAME = "PLANTED_SECRET", "PLANTED_IN_FILE"
 FOLDER = "planted"
 """Where the files are that may have it."""
-ENVIRONMENTS = "environments"
+ENVIRONMENTS = "env"
 """The folder of a service for what `run` was typed with (docs/security.md)."""
 ALLOWED_IN = (b"RELAUNCH_TOKEN=", b"RELAUNCH_WARM_FD=", b"AWS_DOUBLE_CONTAINER=")
 """Variables of processes whose environment has secrets: ranks, a Python that imports ahead, and all
