@@ -32,7 +32,6 @@ from temporalio.worker import (
     Worker,
 )
 
-from relaunch import cores
 from relaunch.activities.access import AccessActivities
 from relaunch.activities.examine import NodeActivities
 from relaunch.activities.fleet import FleetActivities
@@ -49,6 +48,7 @@ from relaunch.activities.task_events import TaskEvents
 from relaunch.activities.traces import TraceSender
 from relaunch.activities.watch import WatchActivities
 from relaunch.activities.worker_status import WorkerStatusActivities
+from relaunch.backends import cores
 from relaunch.backends.artifact import build_agent
 from relaunch.backends.base import Backend, EventQueue, TellsPeople
 from relaunch.backends.local import LocalBackend

@@ -17,8 +17,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from relaunch import cores
-from relaunch.backends import local_power, py_spy
+from relaunch.backends import cores, local_power, py_spy
 from relaunch.backends.base import PROTOCOL
 from relaunch.backends.local_power import processes_of, reboot, signal_all
 from relaunch.backends.pipe import ProcessPipe
