@@ -48,6 +48,7 @@ from relaunch.activities.task_events import TaskEvents
 from relaunch.activities.traces import TraceSender
 from relaunch.activities.watch import WatchActivities
 from relaunch.activities.worker_status import WorkerStatusActivities
+from relaunch.backends import cores
 from relaunch.backends.artifact import build_agent
 from relaunch.backends.base import Backend, EventQueue, TellsPeople
 from relaunch.backends.local import LocalBackend
@@ -784,6 +785,7 @@ def main() -> int:
             if (traces := find_trace_endpoint()) is not None:
                 sys.stdout.write(f"{'(traces)':<18} {traces[0]:<40} {traces[1]}\n")
             return 0
+        cores.forgo()
         writer = start_log(sys.stderr, settings.log_level)
         try:
             set_runtime(_serve_metrics(settings.metrics))

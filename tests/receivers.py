@@ -13,6 +13,8 @@ from typing import Any
 
 from aiosmtpd.controller import Controller
 
+from tests import planted
+
 
 @dataclass
 class Webhook:
@@ -71,6 +73,8 @@ def webhook(status: int = 200, hangs: bool = False) -> Iterator[Webhook]:
         server.shutdown()
         server.server_close()
         thread.join()
+    for headers, body in received.requests:
+        planted.check("a notice", str(headers).encode() + body)
 
 
 def find_port() -> int:
@@ -98,3 +102,5 @@ def mail_server(port: int) -> Iterator[list[bytes]]:
         yield mailbox.mails
     finally:
         controller.stop()
+    for mail in mailbox.mails:
+        planted.check("a mail", mail)

@@ -28,6 +28,7 @@ def main(arguments: list[str]) -> int:
         from relaunch.agent.container import container
 
         return container.main(arguments[1:])
+    from relaunch.agent import processes
     from relaunch.agent.children import COMMANDS, write
     from relaunch.agent.protocol import Refusal, line
     from relaunch.agent.session import Session
@@ -38,6 +39,7 @@ def main(arguments: list[str]) -> int:
             f"usage: python3 <agent> {'|'.join(['session', *COMMANDS])} < order.json\n"
         )
         return 2
+    processes.forgo_cores()
     try:
         state = open_state()
     except Refusal as refused:

@@ -8,16 +8,25 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import sys
 import traceback
-from typing import Callable, Iterable, NamedTuple
+from typing import Callable, Iterable, List, NamedTuple
 
 from relaunch.agent.folders import list_places
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 _PR_SET_PTRACER, _PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1).value
+CORE_LIMIT_VARIABLE = "RELAUNCH_CORE_LIMIT"
+"""Has the limit of core files that a worker's children got before it gave up its own cores."""
+NO_CORE = 1
+"""Bytes. With less than a page the kernel writes no core file. With exactly 1 it hands none to a
+program either, which 0 does not prevent: where `core_pattern` is a pipe, limits do not count but
+for this one (fs/coredump.c, since Linux 2.6.32)."""
+_core_limits: List[int] = []
+"""The soft limit of agents, and that which they were started with; empty: they are one."""
 
 
 def _prctl(option: int, value: int) -> None:
@@ -55,6 +64,24 @@ def die_with(parent: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def forgo_cores() -> None:
+    """Have this process, and what it forks, leave no core: its memory has the secrets of jobs.
+
+    The hard limit stays, so ranks get their own limit back (`list_core_limits`). Not by
+    PR_SET_DUMPABLE: /proc of an undumpable process is root's, and this user reads it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    if not _core_limits and hard != 0:
+        # -1 is no limit, in the variable as in setrlimit(2).
+        _core_limits[:] = [NO_CORE, int(os.environ.get(CORE_LIMIT_VARIABLE, soft))]
+        resource.setrlimit(resource.RLIMIT_CORE, (NO_CORE, hard))
+
+
+def list_core_limits() -> List[int]:
+    """Return the soft limit that agents have and the one that ranks have; nothing if equal."""
+    return list(_core_limits)
 
 
 def allow_reading() -> None:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from relaunch.backends import local_power, py_spy
+from relaunch.backends import cores, local_power, py_spy
 from relaunch.backends.base import PROTOCOL
 from relaunch.backends.local_power import processes_of, reboot, signal_all
 from relaunch.backends.pipe import ProcessPipe
@@ -120,6 +120,8 @@ class LocalBackend(SessionBackend):
         program = py_spy.find_program()
         if program is not None:  # on this machine, so that it need not be sent to each node
             environment["RELAUNCH_PY_SPY"] = str(program)
+        if (limit := cores.read_given_limit()) is not None:
+            environment["RELAUNCH_CORE_LIMIT"] = str(limit)
         environment["RELAUNCH_AGENT_STATE"] = str(folder)
         # The worker's own folder, where people want it: it is as safe as the worker itself.
         environment["RELAUNCH_AGENT_TRUSTED_FOLDER"] = str(self._state)

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -185,6 +186,14 @@ async def watched(
     finally:
         await session.close()
     return lines
+
+
+def test_only_ranks_have_the_limit_of_cores_of_the_container(make: Make) -> None:
+    # As with which `core_pattern` gets no core of the agent: tests/agent/test_cores.py.
+    container = make(["sleep", "1000"], before=["prlimit", f"--core={1 << 40}:"])
+    limits = [resource.prlimit(pid, resource.RLIMIT_CORE)[0] for pid in container.pids()]
+    assert limits == [1 << 40]
+    assert resource.prlimit(container.process.pid, resource.RLIMIT_CORE)[0] == 1
 
 
 # --- how it ends

@@ -14,6 +14,7 @@ from boto3.dynamodb.types import TypeDeserializer
 
 from relaunch.backends import local
 from relaunch.backends.ecs import reboots
+from tests import planted
 from tests.chaos.places import Lines, copy_state
 from tests.doubles.aws import AwsDouble, Instance
 from tests.doubles.aws.values import REGION
@@ -69,8 +70,11 @@ class EcsPlaces:
                 }
             ],
         )
+        # As ECS puts what `secrets` of a task definition name into its containers.
+        secret = {planted.NAME: planted.TOKEN}
         self.instances: dict[str, Instance] = {
-            name: self.aws.instance(self.aws.add_instance(gpus=gpus, name=name)) for name in names
+            name: self.aws.instance(self.aws.add_instance(gpus=gpus, name=name, environment=secret))
+            for name in names
         }
         named = {variable: name for name, (_, variable) in OLDER_TABLES.items()}
         self.environment = self.aws.environment() | named

@@ -39,6 +39,7 @@ from relaunch.job.state import Incident, JobState
 from relaunch.spec.job import JobSpec
 from relaunch.spec.policy import Policy, resolve
 from relaunch.temporal import connect, ensure_namespace, read_server_id, read_start_time
+from tests import planted
 from tests.chaos.clocks import Clocks
 from tests.chaos.disks import Disk
 from tests.chaos.places import LocalPlaces, Places, SshPlaces, environments
@@ -203,6 +204,8 @@ class Job:
         )
         if found[0] in ENDS:
             await self.check_accounts()
+        elif found[0] == "RUNNING" and (leaks := planted.list_processes()):
+            raise planted.Leak(f"while {self.name} runs: {leaks}")
         return found
 
     async def check_accounts(self) -> None:
@@ -402,6 +405,7 @@ class World:
         self.folder.mkdir(parents=True, exist_ok=True)
         state, self.fleet_file = self.folder / "state", self.folder / "chaos.yaml"
         state.mkdir(mode=0o700)
+        planted.folders.add(self.folder)
         addresses = {name: self.address(name) for name in self.names}
         if self.clocks:
             self.clocks_of = {
@@ -511,6 +515,7 @@ class World:
         )
         out, _ = await process.communicate()
         assert process.returncode is not None
+        planted.check(f"the output of {words}", out)
         return process.returncode, out.decode()
 
     def _places(self, addresses: dict[str, str]) -> Places:
@@ -550,8 +555,10 @@ class World:
         try:
             if error is None and hasattr(self, "client"):
                 await self._check_accounts()
+                planted.search()
         finally:
             await self._close()
+            planted.folders.discard(self.folder)
 
     async def _check_accounts(self) -> None:
         """Check those of jobs whose end no test has waited for, where the server still runs."""
@@ -618,6 +625,8 @@ class World:
             **({"warm": ["decimal"]} if self.warm else {}),
             **spec,
         }  # `spec` may have another command
+        if self.backend != "ecs":  # whose jobs name no secrets: their task definition does
+            given = planted.add_to(given, self.folder)
         handle = await submit(
             self.client, QUEUE, JobSpec.model_validate(given), policy or chaos_policy()
         )
@@ -657,6 +666,7 @@ class World:
             return described.close_time is not None
 
         await eventually(closed, f"{job.name} cannot be closed")
+        planted.search()  # before what is there is removed
         for name in self.names:
             self.places.reboot(name)
             for what in ("jobs", "failpoints"):

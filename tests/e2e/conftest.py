@@ -5,11 +5,13 @@ Starting a server and a worker costs as much as several tests.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
+from tests import planted
 from tests.chaos.world import World
 
 
@@ -20,3 +22,10 @@ async def world(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Asy
     # Three of these run side by side on two cores: an agent may take some seconds to start there.
     async with World(tmp_path_factory.mktemp("e2e") / "world", number, answer_within=5.0) as made:
         yield made
+
+
+@pytest.fixture(autouse=True)
+def secrets_stay_secret(tmp_path: Path) -> Iterator[None]:
+    """Search for the secret that jobs have in what every test has written and left running."""
+    yield
+    planted.search(tmp_path)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import planted
 from tests.access.keys import make_key, read_public
 from tests.chaos.world import FLEET, ROOT, World, chaos_policy
 
@@ -36,6 +37,7 @@ async def relaunch(world: World, *words: str, **more: str) -> tuple[int, str]:
     )
     out, _ = await process.communicate()
     assert process.returncode is not None
+    planted.check(f"the output of {words}", out)
     return process.returncode, " ".join(out.decode().split())
 
 

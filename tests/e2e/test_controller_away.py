@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -244,6 +245,31 @@ async def test_s2_5_records_of_ranks_are_written_before_they_start(
         )
         assert "boot_id" in (folder / "shim.json").read_text()
         assert str(job.rank_pids(node)[0]) in (folder / "started.json").read_text()
+    await finish(job)
+
+
+@pytest.mark.long
+async def test_workers_and_agents_leave_no_core_and_ranks_may(world: World) -> None:
+    def limit(pid: int | None) -> int:
+        assert pid is not None
+        return resource.prlimit(pid, resource.RLIMIT_CORE)[0]
+
+    given, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    if hard == 0:
+        pytest.skip("the hard limit of core files is 0 here")
+    await world.worker.end(signal.SIGTERM)
+    resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))
+    try:
+        await world.worker.start()
+    finally:
+        resource.setrlimit(resource.RLIMIT_CORE, (given, hard))
+    job = await world.submit()
+    await trained(job)
+    agents = [*world.sessions("n1"), job.agent_pid("n1", "shim"), job.agent_pid("n1", "supervisor")]
+    assert {limit(pid) for pid in [world.worker.pid, *agents]} == {1}
+    assert [limit(pid) for pid in job.rank_pids()] == [hard, hard]
+    await world.worker.end(signal.SIGTERM)
+    await world.worker.start()
     await finish(job)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
+from tests import planted
 from tests.chaos.world import ENCRYPTION
 from tests.invariants import assert_accounted
 from tests.pages import sections
@@ -32,6 +33,7 @@ ENVIRONMENT = {
     "HOME": os.environ.get("HOME", "/"),
     "TERM": "xterm",
     "PYTHONPATH": str(ROOT),
+    planted.NAME: planted.TOKEN,  # as a user has exported it
     **{name: value for name, value in os.environ.items() if name.startswith(ENCRYPTION)},
 }
 """The shell of a new user: nothing else is set there, but to run any suite with encryption."""
@@ -49,6 +51,7 @@ async def typed(folder: Path, *words: str) -> tuple[int, str, str]:
         stderr=subprocess.PIPE,
     )
     out, err = await process.communicate()
+    planted.check(f"the output of {words}", out + err)
     return process.returncode or 0, out.decode(), err.decode()
 
 

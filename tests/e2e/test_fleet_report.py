@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from relaunch.temporal import read_start_time
+from tests import planted
 from tests.console.commands import STARTER, bare_environment
 from tests.console.test_report import BROWSER, browse
 
@@ -59,6 +60,7 @@ class Service:
             stdin=subprocess.DEVNULL,
         )
         assert done.returncode == 0, (words, done.stderr)
+        planted.check(f"the output of {words}", done.stdout + done.stderr)
         return done.stdout
 
     def submit(self, name: str, nodes: int) -> None:
@@ -69,6 +71,7 @@ class Service:
             "nodes": nodes,
             "fleet": "lab",
             "progress": {"log_pattern": r"step (?P<step>\d+)"},
+            **planted.plant(self.folder),
         }
         (self.folder / f"{name}.json").write_text(json.dumps(job))
         self.run("submit", f"{name}.json")
@@ -115,6 +118,7 @@ class Service:
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     made = Service(tmp_path_factory.mktemp("fleet-report"))
+    planted.folders.add(made.folder)
     state = made.folder / "state"
     (made.folder / "train.py").write_text(TRAIN)
     nodes = [{"name": f"gpu-0{n}", "address": f"127.79.0.{n}"} for n in range(1, 9)]
@@ -155,6 +159,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
                 pass
         up.terminate()
         up.wait()
+        planted.folders.discard(made.folder)
 
 
 def test_a_fleets_report_names_nodes_causes_and_the_trend(service: Service) -> None:

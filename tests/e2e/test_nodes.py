@@ -5,10 +5,8 @@ Real agents and processes, NVML's own bindings; doubles of NVIDIA's programs.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests.chaos.world import FLEET, ROOT, Job, World, chaos_policy, eventually
+from tests.chaos.world import FLEET, Job, World, chaos_policy, eventually
 from tests.doubles.cards import H100, Cards, write
 from tests.doubles.install import build_nvml, calls, install_nvml, install_tool
 from tests.fakes.nodes import Sick
@@ -74,17 +72,7 @@ def reboots(world: World, node: str) -> list[dict[str, Any]]:
 
 
 async def starter(world: World, *words: str) -> tuple[int, str]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        str(ROOT / "starter.py"),
-        *words,
-        env={**world.environment, "RELAUNCH_NO_WARM": "1"},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    out, _ = await process.communicate()
-    assert process.returncode is not None
-    return process.returncode, out.decode()
+    return await world.run_starter(*words)
 
 
 async def broken(world: World, **changes: Any) -> tuple[Job, str]:

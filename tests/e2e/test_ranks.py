@@ -13,6 +13,7 @@ import pytest
 
 from relaunch.activities.gang import CASCADE_GATHER_TIMEOUT_S
 from relaunch.backends.local import cut, heal
+from tests import planted
 from tests.chaos.world import ROOT, Job, World, chaos_policy, eventually
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
@@ -213,6 +214,7 @@ async def read_logs(world: World, job: Job, *words: str) -> tuple[list[str], str
 async def read_page(world: World, *words: str) -> tuple[list[str], str, int | None]:
     process = await start_command(world, *words)
     out, err = await process.communicate()
+    planted.check(f"the output of {words}", out + err)
     return out.decode().splitlines(), err.decode(), process.returncode
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from tests import planted
 from tests.chaos.checks import violations
 from tests.chaos.places import SshPlaces
 from tests.chaos.rounds import CUTS, KILLED, LOST, NOTHING, Expected
@@ -112,11 +113,8 @@ async def test_s2_1_a_job_over_ssh_on_two_nodes_survives_a_lost_rank(
     file = world.folder / "job.yaml"
     command = [sys.executable, "-S", str(RANK_PROGRAM), str(folder)]
     policy = {"hang": {"after": HANG_AFTER, "first_step": "30s"}, "timeouts": TIMES}
-    file.write_text(
-        json.dumps(
-            {"name": "cli", "command": command, "nodes": 2, "fleet": FLEET, "policy": policy}
-        )
-    )
+    spec = {"name": "cli", "command": command, "nodes": 2, "fleet": FLEET, "policy": policy}
+    file.write_text(json.dumps(planted.add_to(spec, world.folder)))
     status, text = await starter(world, "submit", str(file))
     assert status == 0, text
     job = Job(world, "cli", folder, "")
@@ -129,6 +127,7 @@ async def test_s2_1_a_job_over_ssh_on_two_nodes_survives_a_lost_rank(
     assert not {*before} & {*job.rank_pids()}
     await finish(job, Expected((KILLED,)))
     said, _ = await following.communicate()
+    planted.check("what follow prints", said)
     assert following.returncode == 0, said.decode()
     assert "SUCCEEDED" in said.decode()
     status, text = await starter(world, "show", "cli", "--json")

@@ -19,6 +19,7 @@ from urllib.parse import quote
 import pytest
 
 from relaunch.cli.web_views import COLUMNS, VIEWS, columns_script
+from tests import planted
 from tests.browser import PROGRAM, Browser, enter_codec_server
 from tests.console.commands import STARTER, bare_environment
 from tests.invariants import assert_accounted
@@ -63,6 +64,7 @@ class Service:
             stdin=subprocess.DEVNULL,
         )
         assert done.returncode in (0, 1), done.stderr
+        planted.check(f"the output of {words}", done.stdout + done.stderr)
         return done.stdout
 
     @property
@@ -77,6 +79,7 @@ class Service:
             "nodes": nodes,
             "fleet": "lab",
             "progress": {"log_pattern": r"step (?P<step>\d+)"},
+            **planted.plant(self.folder),
         }
         (self.folder / f"{name}.json").write_text(json.dumps(job))
         self.run("submit", f"{name}.json")
@@ -110,6 +113,7 @@ class Service:
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     made = Service(tmp_path_factory.mktemp("web-ui"))
+    planted.folders.add(made.folder)
     state = made.folder / "state"
     (made.folder / "train.py").write_text(TRAIN)
     nodes = [{"name": f"gpu-0{n}", "address": f"127.76.0.{n}"} for n in range(1, 7)]
@@ -159,6 +163,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
             codec.communicate()
         up.terminate()
         up.wait()
+        planted.folders.discard(made.folder)
 
 
 @pytest.fixture

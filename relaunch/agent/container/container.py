@@ -61,6 +61,7 @@ def main(arguments: List[str]) -> int:
     order = os.environ.get("RELAUNCH_ORDER")
     if order is None:
         return _execute(command)
+    processes.forgo_cores()
     # Blocked until handlers are installed: the kernel discards signals to a container's first
     # process that it has no handler for.
     signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)

@@ -124,6 +124,9 @@ def _become(
             os.chdir(order["workdir"])
         if order["umask"] is not None:
             os.umask(int(order["umask"], 8))
+        own_and_given = processes.list_core_limits()
+        if own_and_given:
+            _set_limit("core", own_and_given[1])
         for name, value in order["limits"].items():
             step = f"limits.{name}"
             _set_limit(name, value)

@@ -464,6 +464,7 @@ def become(rank: Rank) -> None:
             os.chdir(order["workdir"])
         if order["umask"] is not None:
             os.umask(int(order["umask"], 8))
+        restore_core_limit(order["core_limits"])
         for name, value in order["limits"].items():
             step = "limits." + name
             set_limit(name, value)
@@ -526,6 +527,15 @@ def await_parent(shim: int) -> None:
 def allow_reading() -> None:
     """See relaunch.agent.processes.allow_reading."""
     call_prctl(0x59616D61, (1 << 64) - 1)
+
+
+def restore_core_limit(own_and_given: list[int]) -> None:
+    """Take the limit of the agent back, unless a module that was imported has set another."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    if own_and_given and soft == own_and_given[0]:
+        resource.setrlimit(resource.RLIMIT_CORE, (own_and_given[1], hard))
 
 
 def set_limit(name: str, value: int) -> None:

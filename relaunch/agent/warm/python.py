@@ -181,6 +181,7 @@ class WarmPython:
             "workdir": order["workdir"],
             "umask": order["umask"],
             "limits": order["limits"],
+            "core_limits": processes.list_core_limits(),
             "shim": os.getpid(),
         }
         self._send(request, [*outputs, failure, going])
