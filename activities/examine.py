@@ -29,8 +29,9 @@ from relaunch.backends.base import (
 )
 from relaunch.evidence.catalog import catalog
 from relaunch.evidence.health import Health, read_health
-from relaunch.job.state import ExaminedNode
-from relaunch.messages.nodes import ExamineNodesInput, NodeHealth
+from relaunch.job.state import ExaminedNode, ForeignUse, Slot
+from relaunch.messages.nodes import ExamineNodesInput, FindForeignInput, NodeHealth
+from relaunch.pool.inventory import describe_foreign
 from relaunch.repair.state import (
     NoAnswer,
     NodeDiagnosed,
@@ -132,6 +133,33 @@ class NodeActivities:
             )
         found = await self._examine(replace(input, nodes=names))
         return tuple(NodeHealth(node, backend.node(node).gpus, health) for node, health in found)
+
+    @activity.defn
+    async def find_foreign_processes(self, input: FindForeignInput) -> tuple[ForeignUse, ...]:
+        """Return the nodes on which processes that relaunch did not start use a job's GPUs.
+
+        Read now, by a reading that changes nothing. A node that does not answer, or cannot read its
+        GPUs, is left out.
+        """
+        backend = self._fleets.backend(input.fleet)
+
+        async def ask_one(slot: Slot) -> ForeignUse | None:
+            for attempt in range(MAX_PROBES):
+                if attempt:
+                    await asyncio.sleep(PROBE_INTERVAL_S)
+                try:
+                    answer = await asyncio.wait_for(
+                        backend.list(slot.node, gpus=True), PROBE_TIMEOUT_S
+                    )
+                except (BackendError, TimeoutError):
+                    continue
+                processes = describe_foreign(answer.get("gpus"), slot.gpus)
+                return ForeignUse(slot.node, processes) if processes else None
+            return None
+
+        async with send_heartbeats():
+            found = await asyncio.gather(*(ask_one(slot) for slot in input.slots))
+        return tuple(one for one in found if one is not None)
 
     async def _examine(self, input: ExamineNodesInput) -> list[tuple[str, Health]]:
         backend = self._fleets.backend(input.fleet)

@@ -431,6 +431,7 @@ def make_worker(
             records.archive_incidents,
             nodes.examine_nodes,
             nodes.check_nodes,
+            nodes.find_foreign_processes,
             nodes.read_terms,
             nodes.order_repair,
             RepairActivities(client).follow_repair,

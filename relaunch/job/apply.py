@@ -61,6 +61,7 @@ from relaunch.job.incidents import (
     add_unhealthy_nodes,
     close_by_time,
     close_incident,
+    name_foreign_processes,
     open_incident,
     pass_step,
     record_decision,
@@ -101,6 +102,7 @@ from relaunch.job.state import (
     Diagnosis,
     Examine,
     ExaminedNode,
+    ForeignUse,
     FreeNodes,
     Ignore,
     JobState,
@@ -312,6 +314,8 @@ def _apply_examination(
 ) -> JobState:
     if event.links is not None:
         return _apply_links(job, recovering, event.links, now)
+    if event.foreign is not None:
+        return _apply_foreign(job, recovering, event.foreign)
     unhealthy = tuple(one for one in event.examined if one.verdict is Verdict.UNHEALTHY)
     reason = "; ".join(
         f"{one.node} examined: {one.verdict}, {one.reason}" for one in unhealthy[:NAMED_VERDICTS]
@@ -326,6 +330,8 @@ def _apply_late_examination(job: JobState, recovering: Recovery, now: datetime) 
     if recovering.links == "asked":
         late = f"its nodes did not call each other within {duration(LINKS_TIMEOUT)}"
         return _apply_links(job, recovering, LinkFindings(late), now)
+    if recovering.foreign_check == "asked":
+        return _apply_foreign(job, recovering, ())
     late = f"no answer within {duration(job.policy.timeouts.examination)}"
     nodes = recovering.fault.nodes or tuple(slot.node for slot in job.slots)
     examined = tuple(ExaminedNode(node, Verdict.UNKNOWN, late) for node in nodes)
@@ -352,6 +358,29 @@ def _apply_links(
         )
         job = open_incident(job, fault, now, now)
     return replace(job, recovering=replace(recovering, fault=fault, links="known"))
+
+
+def _apply_foreign(
+    job: JobState, recovering: Recovery, foreign: tuple[ForeignUse, ...]
+) -> JobState:
+    """Record which foreign processes use the job's GPUs: then the fault is not the program's."""
+    recovering = replace(recovering, foreign_check="known", foreign=foreign)
+    if foreign:
+        found = "; ".join(f"on {one.node} {one.processes}" for one in foreign[:NAMED_VERDICTS])
+        fault = recovering.fault
+        # In front: of a reason that is cut, the end is lost.
+        named = replace(fault, reason=f"{found}, not started by relaunch; {fault.reason}")
+        job = name_foreign_processes(job, fault, named.reason)
+        recovering = replace(recovering, fault=named)
+        # `_apply_fault` has counted this generation.
+        job = replace(
+            job,
+            flat_generations=max(0, job.flat_generations - 1),
+            startup_error="",
+            startup_failures=0,
+            startup_nodes=(),
+        )
+    return replace(job, recovering=recovering)
 
 
 def _apply_return(job: JobState, event: NodeReturned, now: datetime) -> JobState:
@@ -614,6 +643,8 @@ def _recovering(job: JobState, fault: Diagnosis) -> Recovery:
 
 def _begin_check(job: JobState, decision: Examine) -> Recovery:
     recovering = _recovering(job, decision.fault)
+    if decision.foreign_processes:
+        return replace(recovering, foreign_check="asked")
     return replace(recovering, links="asked") if decision.links else recovering
 
 

@@ -15,7 +15,7 @@ from relaunch.evidence.stragglers import SlowNode
 from relaunch.generation import LaunchedGeneration
 from relaunch.job.accounts import RunFigures
 from relaunch.job.places import StartedPlaces
-from relaunch.job.state import ExaminedNode, Slot
+from relaunch.job.state import ExaminedNode, ForeignUse, Slot
 from relaunch.spec.policy import Policy, Strategy
 
 
@@ -291,6 +291,11 @@ class NodesExamined:
     kind: Literal["NodesExamined"] = "NodesExamined"
     links: LinkFindings | None = None
     """What was found out about their links, where that was asked, and not the nodes examined."""
+    foreign: tuple[ForeignUse, ...] | None = None
+    """Nodes whose GPUs foreign processes use, where that was asked, and not the nodes examined.
+
+    A node that did not answer, or could not read its GPUs, is not among them.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,6 +123,23 @@ def add_unhealthy_nodes(
     return replace(job, incident=_add_fault(job.incident, found))
 
 
+def name_foreign_processes(job: JobState, fault: Diagnosis, reason: str) -> JobState:
+    """Give a fault the reason that names foreign processes. Its node is no suspect any more."""
+    incident = job.incident
+    if incident is None:
+        return job
+
+    def is_it(one: FaultRecord) -> bool:
+        return (one.generation, one.cause, one.code) == (job.generation, fault.cause, fault.code)
+
+    faults = tuple(
+        replace(one, reason=reason[:MAX_REASON], nodes=()) if is_it(one) else one
+        for one in incident.faults
+    )
+    first = reason if is_it(incident.faults[0]) else incident.reason
+    return replace(job, incident=replace(incident, faults=faults, reason=first))
+
+
 def withdraw_loss(job: JobState, node: str) -> JobState:
     """Withdraw the loss of a node that answers again, if no ranks were stopped since then."""
     if job.incident is None:

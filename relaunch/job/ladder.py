@@ -90,6 +90,10 @@ def _climb(
     now: datetime,
     without: tuple[str, ...],
 ) -> Decision:
+    if _must_check_foreign(job, fault, recovering):
+        return _check_foreign(job, recovering.fault, now)
+    if recovering.foreign:
+        return _leave_used_gpus(job, fault, recovering, now, without)
     if fault.cause in OWN_CAUSES and (why := _explain_standstill(job)):
         return _fail(fault, why)
     if _must_check_links(job, fault, recovering):
@@ -226,6 +230,87 @@ def _check_links(job: JobState, fault: Diagnosis, now: datetime) -> Examine:
         until=now + LINKS_TIMEOUT,
         links=True,
     )
+
+
+GPU_MEMORY_CODES = ("log cuda_oom", "log nccl_oom")
+"""Codes of OUT_OF_MEMORY that are about a GPU, and not about the host."""
+FOREIGN_TIMEOUT = timedelta(minutes=2)
+"""How long a node may take to stop its ranks and to read its GPUs: a driver that hangs is abandoned
+after ten seconds."""
+FOREIGN_DELAY = timedelta(seconds=10)
+"""How long a launch that leaves used GPUs waits. The fleet's last reading of them may be older than
+the foreign process; after this time it counts no more (`PROBE_LIFETIME`)."""
+MAX_FOREIGN_DELAY = timedelta(minutes=5)
+"""Most of that delay, which doubles: a fleet that reads no GPUs (`gpus: 0`) grants them again."""
+FOREIGN_PROCESS = "foreign process"
+"""Recorded in place of a rung's label, so that it is no try of a ladder."""
+
+
+def _must_check_foreign(job: JobState, fault: Diagnosis, recovering: Recovery) -> bool:
+    """Return whether a GPU's memory ran out, and it is not known yet whether others hold it."""
+    return (
+        job.policy.check_foreign_processes
+        and fault.cause is Cause.OUT_OF_MEMORY
+        and fault.code in GPU_MEMORY_CODES
+        and not recovering.foreign_check
+        and bool(_select_slots(job, fault))
+    )
+
+
+def _select_slots(job: JobState, fault: Diagnosis) -> tuple[Slot, ...]:
+    """Return the places of a fault's nodes that are not lost."""
+    lost = job.lost_names
+    return tuple(one for one in job.slots if one.node in fault.nodes and one.node not in lost)
+
+
+def _check_foreign(job: JobState, fault: Diagnosis, now: datetime) -> Examine:
+    nodes = tuple(slot.node for slot in _select_slots(job, fault))
+    names = join_names(nodes, NAMED)
+    return Examine(
+        nodes=nodes,
+        fault=fault,
+        reason=f"{fault.reason}; before a restart {names} says who uses its GPUs",
+        next=f"{names} is asked for foreign processes on the job's GPUs; without an answer after "
+        f"{duration(FOREIGN_TIMEOUT)} the ladder of {fault.cause} goes on",
+        until=now + FOREIGN_TIMEOUT,
+        foreign_processes=True,
+    )
+
+
+def _leave_used_gpus(
+    job: JobState, fault: Diagnosis, recovering: Recovery, now: datetime, without: tuple[str, ...]
+) -> Decision:
+    """Launch without the GPUs that foreign processes use, as soon as the fleet has others.
+
+    That spends nothing, but counts as a launch without progress: a person is asked in the end.
+    """
+    nodes = tuple(one.node for one in recovering.foreign)
+    without = tuple(dict.fromkeys((*without, *nodes)))
+    vain = launches_without_progress(job)
+    if job.policy.no_progress_ask != "off" and vain >= job.policy.no_progress_ask:
+        return _ask_for_progress(job, fault, vain, without)
+    rung = Rung(strategy=Strategy.REPLACE_NODE, spends=False)
+    names = join_names(nodes, NAMED)
+    return Relaunch(
+        job.generation + 1,
+        f"{fault.reason}; {rung.strategy}: the job is launched on other nodes than {names}, or "
+        "once those GPUs are free",
+        strategy=rung.strategy,
+        take=replace(_take(fault, rung, now), rung=FOREIGN_PROCESS),
+        left=_describe_restarts(job, spends=False),
+        without=without,
+        delay=min(FOREIGN_DELAY * 2 ** min(_count_left_gpus(job), 10), MAX_FOREIGN_DELAY),
+    )
+
+
+def _count_left_gpus(job: JobState) -> int:
+    """Return how often in a row the job has left used GPUs since training last advanced."""
+    since, count = job.progressed_at, 0
+    for one in reversed(job.tries):
+        if one.rung != FOREIGN_PROCESS or (since is not None and one.at < since):
+            break
+        count += 1
+    return count
 
 
 def _needs_proof(rung: Rung, fault: Diagnosis) -> bool:
@@ -576,11 +661,13 @@ def _describe_budgets(job: JobState, fault: Diagnosis, rung: Rung, used: int) ->
     if rung.tries is not None:
         window = f" within {duration(rung.window)}" if rung.window is not None else ""
         parts.append(f"{rung.tries - used - 1} {rung.label} for {fault.cause}{window}")
-    parts.append(
-        f"{job.policy.max_restarts - job.restarts_spent - rung.spends} of "
-        f"{count_noun(job.policy.max_restarts, 'restart')}"
-    )
+    parts.append(_describe_restarts(job, spends=rung.spends))
     return ", ".join(parts)
+
+
+def _describe_restarts(job: JobState, *, spends: bool) -> str:
+    most = job.policy.max_restarts
+    return f"{most - job.restarts_spent - spends} of {count_noun(most, 'restart')}"
 
 
 @dataclass(frozen=True, slots=True)

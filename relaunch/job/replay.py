@@ -183,7 +183,7 @@ def _course(decision: Decision) -> tuple[object, ...]:
         case Wait() | Stop():
             return decision.kind, decision.phase
         case Examine():
-            return decision.kind, decision.nodes, decision.links
+            return decision.kind, decision.nodes, decision.links, decision.foreign_processes
         case Repair():
             return decision.kind, decision.strategy, decision.nodes, decision.gpus
         case _:
@@ -195,6 +195,8 @@ def name_decision(decision: Decision) -> str:
     match decision:
         case Examine(links=True):
             return f"{decision.kind} links"
+        case Examine(foreign_processes=True):
+            return f"{decision.kind} foreign processes"
         case Relaunch() | Repair():
             return f"{decision.kind} {decision.strategy}" if decision.strategy else decision.kind
         case Wait() | Stop():
@@ -315,6 +317,11 @@ def _consequences(
             return (
                 Step(at, NodesExamined(job.generation, (), links=LinkFindings("no link is given"))),
             )
+        case Examine(foreign_processes=True) if not (
+            isinstance(answer, DeadlinePassed)
+            or (isinstance(answer, NodesExamined) and answer.foreign is not None)
+        ):
+            return (Step(at, NodesExamined(job.generation, (), foreign=())),)
         case Examine() if not isinstance(answer, NodesExamined | DeadlinePassed):
             examined = tuple(
                 ExaminedNode(node, Verdict.UNKNOWN, "no finding is given")

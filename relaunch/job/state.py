@@ -153,6 +153,8 @@ class Examine:
     kind: Literal["Examine"] = "Examine"
     links: bool = False
     """Whether the nodes are not examined themselves, but asked whether they reach each other."""
+    foreign_processes: bool = False
+    """Whether they are not examined, but asked which foreign processes use the job's GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,6 +415,15 @@ class ExaminedNode:
 
 
 @dataclass(frozen=True, slots=True)
+class ForeignUse:
+    """A node with processes on the job's GPUs that relaunch did not start."""
+
+    node: str
+    processes: str
+    """Such as `bob (python, pid 4711) holds 71.0 GB of GPU 0`."""
+
+
+@dataclass(frozen=True, slots=True)
 class RepairQuestion:
     """A question of a node's repair to a person."""
 
@@ -436,6 +447,10 @@ class Recovery:
     """What comes next, and when, once no question is open."""
     links: Literal["", "asked", "known"] = ""
     """Whether the links between the nodes are being checked, or were since the fault."""
+    foreign_check: Literal["", "asked", "known"] = ""
+    """Whether its nodes are being asked for foreign processes, or were since the fault."""
+    foreign: tuple[ForeignUse, ...] = ()
+    """What they answered: the nodes whose GPUs foreign processes use."""
 
     @property
     def verdict(self) -> Verdict | None:

@@ -12,6 +12,7 @@ from datetime import timedelta
 
 from relaunch.evidence.catalog.overrides import NO_OVERRIDES, CatalogOverrides
 from relaunch.evidence.health import Health
+from relaunch.job.state import Slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,13 @@ class ExamineNodesInput:
     kernel_since: timedelta | None = None
     """How far back kernel log lines count; None: all that are kept."""
     catalog: CatalogOverrides = NO_OVERRIDES
+
+
+@dataclass(frozen=True, slots=True)
+class FindForeignInput:
+    fleet: str
+    slots: tuple[Slot, ...]
+    """Places of a job: nodes that are asked, with its GPUs there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ not be read counts as neither free nor used, neither present nor lost.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,6 +143,42 @@ def _who(user: str, program: str, stranger: _Stranger) -> str:
 
 
 # --- wording
+
+
+def describe_foreign(answer: object, gpus: Sequence[int] = ()) -> str:
+    """Return which foreign processes use a job's GPUs, those with the most memory first.
+
+    Args:
+        answer: The `gpus` of a node's answer to `list`.
+        gpus: Indices of the job's GPUs; empty: all of the node.
+
+    Such as `bob (python, pid 4711) holds 71.0 GB of GPU 0`; empty if none is known.
+    """
+    rows = (fields(answer) or {}).get("gpus")
+    if not isinstance(rows, list) or len(rows) > MOST_GPUS:
+        return ""
+    found: dict[tuple[str, str, int | None], dict[int, int]] = {}
+    for index, row in enumerate(rows):
+        if not isinstance(row, Mapping) or (gpus and index not in gpus):
+            continue
+        for process in _list_foreign(row.get("processes")):
+            name = _name(process.get("user")), _name(process.get("program"))
+            held = found.setdefault((*name, count(process.get("pid"))), {})
+            held[index] = held.get(index, 0) + (count(process.get("used")) or 0)
+    most_first = sorted(found.items(), key=lambda one: -sum(one[1].values()))
+    clauses = [_describe_holder(*who, held) for who, held in most_first[:MAX_NAMED]]
+    more = len(most_first) - MAX_NAMED
+    return ", ".join(clauses) + (f" and {more} more" if more > 0 else "")
+
+
+def _describe_holder(user: str, program: str, pid: int | None, held: Mapping[int, int]) -> str:
+    """Return who holds how much of which GPUs; `held` has bytes by GPU, 0 where not known."""
+    process = _Stranger()
+    for gpu in held:
+        process.uses(gpu, pid)
+    gigabytes = sum(held.values()) / 1e9
+    amount = f"holds {gigabytes:.1f} GB of" if gigabytes else "uses"
+    return f"{_who(user, program, process)} {amount} GPU {', '.join(map(str, held))}"
 
 
 def describe_uses(uses: Iterable[GpuUse]) -> str:

@@ -371,6 +371,13 @@ class Policy(StrictModel):
     A node that others cannot reach is then the suspect of a NETWORK fault with the code `link`, or
     `node_link` where several others cannot reach it.
     """
+    check_foreign_processes: bool = True
+    """Whether a node on which a GPU's memory ran out is asked, before the restart, which processes
+    that relaunch did not start use the job's GPUs there.
+
+    Where there are some, the incident names them, no budget of the job is spent, and it is launched
+    on other GPUs, or once they are free.
+    """
     stated: tuple[Literal["exhaust_restarts", "no_progress_stop"], ...] = ()
     """Not a setting: which of these were written, perhaps with the preset's value. A `max_restarts`
     that is given later leaves them."""

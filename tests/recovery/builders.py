@@ -154,7 +154,9 @@ def describe(decision: Decision) -> str:
             text += f" without {' '.join(decision.without)}" if decision.without else ""
             return text + (f" avoiding {' '.join(decision.avoid)}" if decision.avoid else "")
         case Examine():
-            return f"{'CALL' if decision.links else 'EXAMINE'} {' '.join(decision.nodes)}"
+            what = "CALL" if decision.links else "EXAMINE"
+            what = "ASK WHO USES" if decision.foreign_processes else what
+            return f"{what} {' '.join(decision.nodes)}"
         case Repair():
             return " ".join((decision.strategy, *decision.nodes, *decision.gpus))
         case Stop():

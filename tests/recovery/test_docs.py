@@ -51,7 +51,7 @@ INCIDENTS = ROOT / "docs" / "incidents"
 BLOCK = re.compile(
     r"(<!-- generated: (?P<name>[\w ]+) -->\n)(?P<text>.*?)(<!-- end -->)", re.DOTALL
 )
-LONGEST = 460
+LONGEST = 466
 """Lines: as many as a person reads in ten minutes."""
 SHORT = 80
 """Characters of evidence that stand on one line with what was decided about it."""
@@ -207,6 +207,9 @@ def words(event: Event) -> str:
             return f"{event.node} does not answer for {duration(event.unheard_for)}: {event.reason}"
         case NodesExamined(links=LinkFindings() as links):
             return f"called each other: {links.reason}"
+        case NodesExamined(foreign=tuple() as foreign):
+            found = "; ".join(f"{each.node}: {each.processes}" for each in foreign)
+            return f"asked who uses its GPUs: {found or 'no foreign process'}"
         case NodesExamined():
             return "examined: " + "; ".join(
                 f"{each.node} {each.verdict}, {each.reason}" for each in event.examined

@@ -20,7 +20,7 @@ from temporalio.service import RPCError
 from relaunch.job.state import Phase
 from relaunch.pool.messages import Claim
 from relaunch.pool.state import NodeStatus
-from tests.fakes.nodes import Exit, Progress, Script, Sick
+from tests.fakes.nodes import Exit, Progress, Script, Sick, Stranger, error_file
 from tests.fakes.nodes.health import bus_id
 from tests.releases.payloads import type_of_workflow
 from tests.releases.recording import Answer
@@ -335,6 +335,18 @@ async def play_links(stage: Stage) -> None:
         await (await rig_.submit(name=name)).result()
 
 
+async def play_foreign_process(stage: Stage) -> None:
+    """A job leaves a node where a foreign process has taken the memory of its GPU."""
+    name = "foreign"
+    happenings = (
+        Stranger(generation=1, node="n1", gpu=1, when="running"),
+        Exit(generation=1, node="n1", error=error_file("CUDA out of memory"), after=0.1),
+    )
+    script = Script(happenings, then="succeed")
+    async with stage.play(name, script=script, nodes=1, spares=1, gpus=2) as rig_:
+        await (await rig_.submit(nodes=1, name=name)).result()
+
+
 async def play_archive(stage: Stage) -> None:
     """A job with so many incidents that the older ones go to the archive."""
     name = "archived"
@@ -410,6 +422,7 @@ PLAYS: dict[str, Callable[[Stage], Awaitable[None]]] = {
     "bad checkpoint": play_bad_checkpoint,
     "retry": play_retry,
     "links": play_links,
+    "foreign process": play_foreign_process,
     "archive": play_archive,
     "restored fleet": play_restored_fleet,
 }

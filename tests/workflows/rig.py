@@ -422,6 +422,7 @@ def activities(
     return [
         nodes.examine_nodes,
         nodes.check_nodes,
+        nodes.find_foreign_processes,
         nodes.read_terms,
         nodes.order_repair,
         RepairActivities(client).follow_repair,

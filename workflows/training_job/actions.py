@@ -304,7 +304,8 @@ class Actions:
     async def _treat(self, decision: Examine | Repair, repairs: dict[str, str]) -> None:
         """Free the GPUs, which an examination and a repair both need, then order it.
 
-        A check of links comes before a launch, which would stop the ranks as well. `repairs` are
+        A check of links, or for foreign processes, comes before a launch, which would stop the
+        ranks as well. `repairs` are
         those that a run before this one has begun.
         """
         generation = self._job.generation
@@ -316,6 +317,8 @@ class Actions:
             self._session.post(stopped)
         if isinstance(decision, Examine) and decision.links:
             self._session.post(await commands.check_links(self._job))
+        elif isinstance(decision, Examine) and decision.foreign_processes:
+            self._session.post(await commands.find_foreign_processes(self._job, decision))
         elif isinstance(decision, Examine):
             self._session.post(await commands.examine(self._job, decision))
         else:

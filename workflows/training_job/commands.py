@@ -59,7 +59,7 @@ with workflow.unsafe.imports_passed_through():
         WorkflowReset,
     )
     from relaunch.job.fencing import living_generations, running_timeouts, will_fence
-    from relaunch.job.ladder import LINKS_TIMEOUT
+    from relaunch.job.ladder import FOREIGN_TIMEOUT, LINKS_TIMEOUT
     from relaunch.job.places import limit_places
     from relaunch.job.ranks import processes_of
     from relaunch.job.slow_nodes import MAX_OF_GENERATION, list_slow
@@ -67,7 +67,7 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.job.survivors import kills_survivors
     from relaunch.messages.ids import REPAIR_ID_PREFIX
     from relaunch.messages.jobs import NodeRepairInput, NodeRepairResult
-    from relaunch.messages.nodes import ExamineNodesInput
+    from relaunch.messages.nodes import ExamineNodesInput, FindForeignInput
     from relaunch.messages.seals import ORDER_AGAIN, PLAIN_PAYLOAD
     from relaunch.spec.policy import StragglerLimits
 
@@ -395,6 +395,23 @@ async def examine(job: JobState, decision: Examine) -> NodesExamined:
         )
     )
     return NodesExamined(job.generation, examined)
+
+
+async def find_foreign_processes(job: JobState, decision: Examine) -> NodesExamined:
+    """Ask nodes, which have no ranks of the job any more, who uses its GPUs there."""
+    slots = tuple(slot for slot in job.slots if slot.node in decision.nodes)
+    foreign = await unless_cancelled(
+        workflow.execute_activity_method(
+            NodeActivities.find_foreign_processes,
+            FindForeignInput(job.spec.fleet, slots),
+            start_to_close_timeout=FOREIGN_TIMEOUT,
+            heartbeat_timeout=BEAT,
+            retry_policy=KEEP_TRYING,
+            cancellation_type=DETACH,
+            summary=f"ask {_names(decision.nodes)} who uses its GPUs",
+        )
+    )
+    return NodesExamined(job.generation, (), foreign=foreign)
 
 
 async def check_links(job: JobState) -> NodesExamined:

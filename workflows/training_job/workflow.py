@@ -66,6 +66,8 @@ with workflow.unsafe.imports_passed_through():
 
 LINKS_PATCH = "check-links"
 """Marks histories in which links between nodes are checked before a restart."""
+FOREIGN_PATCH = "check-foreign-processes"
+"""Marks histories in which the node of a GPU that ran out of memory is asked who uses it."""
 MEMO_PATCH = "restore-memo"
 """Marks histories of runs that 0.1.0 continued as new without the memo, in which it is published
 again."""
@@ -188,10 +190,16 @@ class TrainingJob(MessageHandlers):
     def _step(self, event: Event) -> tuple[JobState, Decision]:
         job, now = self._session.job, workflow.now()
         after, decision = step(job, event, now)
-        if not (isinstance(decision, Examine) and decision.links) or workflow.patched(LINKS_PATCH):
+        if not isinstance(decision, Examine):
             return after, decision
-        # A history of before links were checked: decide as it was decided then.
-        unchecked = job.policy.model_copy(update={"check_links": False})
+        if decision.links and not workflow.patched(LINKS_PATCH):
+            check = "check_links"
+        elif decision.foreign_processes and not workflow.patched(FOREIGN_PATCH):
+            check = "check_foreign_processes"
+        else:
+            return after, decision
+        # A history of before this was checked: decide as it was decided then.
+        unchecked = job.policy.model_copy(update={check: False})
         after, decision = step(replace(job, policy=unchecked), event, now)
         return replace(after, policy=job.policy), decision
 
