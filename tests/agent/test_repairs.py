@@ -160,14 +160,16 @@ def test_a_diagnosis_ends_with_the_session_that_asked_for_it(node: Node, program
     assert expect_done(node.order("diagnose", **diagnosis()))["stdout"] == "again"
 
 
-def test_a_diagnosis_waits_for_no_launch_under_way_and_says_so(node: Node, programs: Path) -> None:
+def test_a_diagnosis_waits_for_no_launch_under_way_and_says_so(
+    node: Node, programs: Path, tmp_path: Path
+) -> None:
     """The older generation's ranks take their time to stop, with the hold shared by the launch."""
     install_tool(programs, "dcgmi", stdout="{}")
-    node.run(
-        1, ["sh", "-c", "trap '' TERM; sleep 1000 & wait; sleep 1000"], ranks=1, stop_grace=5.0
-    )
+    end, grace = tmp_path / "end", 120.0
+    waits = f"trap '' TERM; until [ -e {end} ]; do sleep 0.1; done"
+    node.run(1, ["sh", "-c", waits], ranks=1, stop_grace=grace)
     launch = node.begin(
-        "prepare", token=token(2), address="127.0.0.1", ranks=[0], **{**TIMES, "stop_grace": 5.0}
+        "prepare", token=token(2), address="127.0.0.1", ranks=[0], **{**TIMES, "stop_grace": grace}
     )
     wait_for(
         lambda: (
@@ -177,6 +179,7 @@ def test_a_diagnosis_waits_for_no_launch_under_way_and_says_so(node: Node, progr
     refused = node.order("diagnose", **diagnosis())
     assert refused is not None
     assert refused["why"] == "held" and "launch" in refused["reason"]
+    end.touch()
     assert expect_done(launch.read_next())["stopped"] == [[1, 1]]
 
 
