@@ -106,7 +106,7 @@ def test_what_a_frozen_shim_has_lost_is_stopped_too(node: Node) -> None:
 def test_the_next_generation_starts_alone_and_a_lower_one_never(node: Node) -> None:
     old = node.run(2)
     for who in HELPERS:
-        node.pid(who)  # one that is still being born dies with its folder, and the rest with it
+        node.pid(who, 2)  # one that is still being born dies with its folder, and the rest too
     remove_records(node)
     assert refusal(node.prepare(1)) == "not_above"
     assert all(map(is_alive, old.values())), "an order that is refused stops nothing"
