@@ -84,12 +84,18 @@ async def test_a_receiver_that_hangs_is_ambiguous(monkeypatch: pytest.MonkeyPatc
 async def test_the_import_of_apprise_takes_no_receivers_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    channels._load_apprise()  # the rest of this test does not wait for it
-    monkeypatch.setattr(channels, "_load_apprise", lambda: time.sleep(2.5))
-    monkeypatch.setattr(channels, "SEND_TIMEOUT_S", 2.0)
-    with pytest.raises(ChannelError) as raised:
+    order: list[str] = []
+    begin = channels._run_in_thread
+
+    def begin_to_send(*work: Any) -> Any:
+        order.append("the receiver's time begins")
+        return begin(*work)
+
+    monkeypatch.setattr(channels, "_load_apprise", lambda: order.append("apprise is imported"))
+    monkeypatch.setattr(channels, "_run_in_thread", begin_to_send)
+    with pytest.raises(ChannelError):
         await send(apprise=f"nosuch://{PASSWORD}")
-    assert "apprise does not know" in raised.value.reason
+    assert order == ["apprise is imported", "the receiver's time begins"]
 
 
 async def test_errors_name_the_place_and_repeat_no_secret(

@@ -64,7 +64,7 @@ from relaunch.workflows.sealing import SealedRunner
 from relaunch.workflows.training_job.workflow import TrainingJob
 from tests.fakes.nodes import ManualClock, Script, SimulatedBackend
 from tests.invariants import assert_invariants, find_unbalanced
-from tests.payloads import read_failure
+from tests.payloads import decrypt, read_failure
 from tests.test_layering import CORE
 
 PATIENCE = 120.0
@@ -557,6 +557,15 @@ async def end_unserved_fleet(rig_: Rig) -> None:
         except RPCError as error:
             if error.status is not RPCStatusCode.NOT_FOUND:
                 raise
+
+
+def forget_setting(history: WorkflowHistory, setting: str) -> None:
+    """Take a setting that is false out of a job's policy, as if an older build had begun it."""
+    begun = history.events[0].workflow_execution_started_event_attributes.input.payloads[0]
+    begun.CopyFrom(decrypt(begun))
+    unaware = begun.data.replace(f'"{setting}":false,'.encode(), b"")
+    assert unaware != begun.data, "its policy names the setting"
+    begun.data = unaware
 
 
 async def replay(*histories: WorkflowHistory, is_sandboxed: bool = True) -> None:

@@ -13,9 +13,8 @@ from relaunch.evidence.causes import Cause
 from relaunch.job import ladder
 from relaunch.job.state import Phase
 from tests.fakes.nodes import Exit, Script, Stranger, error_file
-from tests.payloads import decrypt
 from tests.workflows.conftest import MakeRig
-from tests.workflows.rig import Rig, policy, replay
+from tests.workflows.rig import Rig, forget_setting, policy, replay
 from tests.workflows.test_links import activities
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -77,9 +76,5 @@ async def test_a_history_of_before_the_question_is_replayed(make_rig: MakeRig) -
         assert (await job.result()).phase is Phase.SUCCEEDED
         history = await job.history()
     assert "find_foreign_processes" not in activities(history)
-    begun = history.events[0].workflow_execution_started_event_attributes.input.payloads[0]
-    begun.CopyFrom(decrypt(begun))
-    unaware = begun.data.replace(b'"check_foreign_processes":false,', b"")
-    assert unaware != begun.data, "its policy names the setting"
-    begun.data = unaware
+    forget_setting(history, "check_foreign_processes")
     await replay(history)

@@ -11,8 +11,7 @@ from temporalio.client import WorkflowHistory
 from relaunch.evidence.reachability import LINK, NODE_LINK
 from relaunch.job.state import Phase
 from tests.fakes.nodes import Exit, Script
-from tests.payloads import decrypt
-from tests.workflows.rig import Rig, policy, replay
+from tests.workflows.rig import Rig, forget_setting, policy, replay
 
 MakeRig = Callable[..., AbstractAsyncContextManager[Rig]]
 LOST = ("RuntimeError: Connection closed by peer [10.0.0.2]:29400",)
@@ -49,11 +48,7 @@ async def test_a_history_of_before_the_check_is_replayed(make_rig: MakeRig) -> N
         assert (await job.result()).phase is Phase.SUCCEEDED
         history = await job.history()
     assert "check_links" not in activities(history)
-    begun = history.events[0].workflow_execution_started_event_attributes.input.payloads[0]
-    begun.CopyFrom(decrypt(begun))
-    unaware = begun.data.replace(b'"check_links":false,', b"")
-    assert unaware != begun.data, "its policy names the setting"
-    begun.data = unaware
+    forget_setting(history, "check_links")
     await replay(history)
 
 
