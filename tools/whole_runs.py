@@ -4,17 +4,17 @@
     python tools/whole_runs.py --work FOLDER --runs 20     resumes after an interruption
     python tools/whole_runs.py --work FOLDER --table
 
-Each run is a new clone of this commit with a new environment, from the shell of a new user
-(`env -i` with PATH, HOME and TERM). Every second one has two busy loops beside it. A run that was
-interrupted is begun again.
+Each run is a new clone of this commit with a new environment and an empty HOME, from the shell of
+a new user (`env -i` with PATH, HOME and TERM). Every second one has two busy loops beside it. A run
+that was interrupted is begun again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -27,20 +27,25 @@ ROOT = Path(__file__).resolve().parent.parent
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 BUSY = "while :; do :; done"
 BUSY_LOOPS = 2
-PARTS = re.compile(r"^=+ (.*(?:passed|failed|error).*) in .*=+$", re.MULTILINE)
+SUMMARY = re.compile(r"^=+ (.*(?:passed|failed|error).*) in .*=+$", re.MULTILINE)
+COUNT = re.compile(r"(\d+) (passed|failed|errors?|skipped)\b")
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 Row = dict[str, Any]
 
 
 def run_once(number: int, work: Path, commit: str, python: str) -> Row:
     clone = work / "clone"
-    shutil.rmtree(clone, ignore_errors=True)
+    home = work / "home"
+    for folder in (clone, home):
+        shutil.rmtree(folder, ignore_errors=True)
+    home.mkdir()
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
     subprocess.run(["git", "checkout", "--quiet", commit], cwd=clone, check=True)
     environment = {"PATH": f"{python}:{PATH}" if python else PATH, "TERM": "xterm"}
-    environment["HOME"] = os.environ["HOME"]
+    environment["HOME"] = str(home)
     loops = BUSY_LOOPS if number % 2 == 0 else 0
     busy = [subprocess.Popen(["sh", "-c", BUSY]) for _ in range(loops)]
+    before = processor_seconds()
     began = time.monotonic()
     try:
         with (work / f"run-{number}.log").open("w") as log:
@@ -53,6 +58,7 @@ def run_once(number: int, work: Path, commit: str, python: str) -> Row:
                 stderr=subprocess.STDOUT,
                 check=False,
             ).returncode
+        ended, used = time.monotonic(), processor_seconds() - before
     finally:
         for loop in busy:
             loop.kill()
@@ -66,16 +72,32 @@ def run_once(number: int, work: Path, commit: str, python: str) -> Row:
         "python": version[1] if version else "",
         "busy": loops,
         "code": code,
-        "parts": PARTS.findall(text),
+        "tests": count(SUMMARY.findall(text)),
         "failed": FAILED.findall(text),
-        "seconds": round(time.monotonic() - began),
+        "seconds": round(ended - began),
+        "processor_s": round(used),
     }
+
+
+def processor_seconds() -> float:
+    """What the children that have ended, and theirs, have used; the busy loops still run."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def count(summaries: list[str]) -> dict[str, int]:
+    """The tests of all sessions of `make test` by their results."""
+    counts: dict[str, int] = {}
+    for summary in summaries:
+        for number, result in COUNT.findall(summary):
+            counts[result] = counts.get(result, 0) + int(number)
+    return counts
 
 
 def render(rows: list[Row]) -> str:
     lines = [
-        "| date | commit | Python | beside it | tests | failed | took |",
-        "| -- | -- | -- | -- | -- | -- | -- |",
+        "| date | commit | Python | beside it | tests | failed | took | user + system |",
+        "| -- | -- | -- | -- | -- | -- | -- | -- |",
     ]
     for row in rows:
         minutes, seconds = divmod(row["seconds"], 60)
@@ -83,9 +105,10 @@ def render(rows: list[Row]) -> str:
         failed = ", ".join(f"`{test}`" for test in row["failed"]) or (
             "–" if row["code"] == 0 else f"exit code {row['code']}"
         )
+        tests = ", ".join(f"{number:,} {result}" for result, number in row["tests"].items())
         lines.append(
             f"| {row['at'][:10]} | {row['commit']} | {row['python']} | {beside} "
-            f"| {'; '.join(row['parts'])} | {failed} | {minutes} min {seconds} s |"
+            f"| {tests} | {failed} | {minutes} min {seconds} s | {row['processor_s']} s |"
         )
     return "\n".join(lines)
 
