@@ -278,6 +278,54 @@ def check_foreign_process(service: Service, agent: Path, python: str, work: Path
     }
 
 
+def check_process_that_comes(
+    service: Service, agent: Path, python: str, work: Path
+) -> Iterator[Row]:
+    """A program takes the GPU's memory while a job runs, which then has no room to grow."""
+    folder = work / "comes"
+    case = Case("grows", "", (), "", script="grow.py", alone=True)
+    folder.mkdir()
+    name = write_job(service, case, python, folder)
+    service.call("submit", str(folder / "job.yaml"))
+    await_file(folder / "ready")
+    with hold_gpu(agent, python, folder) as pid:
+        (folder / "go").touch()
+        deadline = time.monotonic() + 60.0
+        page = ""
+        while f"pid {pid}" not in page and time.monotonic() < deadline:
+            time.sleep(1.0)
+            page = service.call("show", name)[1]
+        time.sleep(PROBE_LIFETIME.total_seconds())
+        waiting = service.read_json("show", name)
+        (folder / "pages.txt").write_text(page + service.call("show", name)[1])
+        stayed = waiting["phase"] not in ENDED
+    freed = time.monotonic()
+    phase = await_end(service, name, 120.0)
+    for what in ("show", "history"):
+        (folder / f"{what}.txt").write_text(service.call(what, name)[1])
+    history = service.read_json("history", name)
+    (folder / "history.json").write_text(json.dumps(history, indent=1))
+    causes = [(incident["cause"], str(incident["reason"])) for incident in history]
+    yield {
+        "check": "a job whose GPU another process takes while it runs waits, and names it",
+        "found": [waiting["phase"], stayed, phase, *causes],
+        "seconds from its end to the job's": round(time.monotonic() - freed, 1),
+        "ok": stayed
+        and f"pid {pid}" in page
+        and phase == "SUCCEEDED"
+        and causes[0][0] == "OUT_OF_MEMORY"
+        and f"pid {pid}" in causes[0][1],
+    }
+
+
+def await_file(path: Path) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{path} did not come")
+        time.sleep(0.2)
+
+
 def await_text(path: Path, text: str) -> None:
     deadline = time.monotonic() + LIMIT
     while text not in path.read_text(errors="replace"):
@@ -353,6 +401,7 @@ def main() -> int:
         checks = {
             "seeds": lambda: check_seeds(service, python, work),
             "foreign": lambda: check_foreign_process(service, agent, python, work),
+            "comes": lambda: check_process_that_comes(service, agent, python, work),
             "examine": lambda: check_examination(
                 service, python, work, partial(hold_gpu, agent, python, work / "examine")
             ),
