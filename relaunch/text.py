@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from itertools import pairwise
+from itertools import dropwhile, pairwise
 
 CONTROLS = (
     "\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u180e"
@@ -67,6 +67,22 @@ def join_clauses(clauses: Sequence[str], most: int = 2) -> str:
     """Return `most` clauses and the number of the others: `it broke; it burnt; 2 more`."""
     rest = [f"{len(clauses) - most} more"] if len(clauses) > most else []
     return "; ".join([*clauses[:most], *rest])
+
+
+def omit_said(texts: Iterable[str], said: Iterable[str]) -> list[str]:
+    """Return each text without its first clauses, as far as `said` or a text before it has them.
+
+    After `it broke`, of `it broke; try 1` is left `…; try 1`, and of `it broke` nothing.
+    """
+    known = {clause for text in said for clause in text.split("; ")}
+    result = []
+    for text in texts:
+        clauses = text.split("; ")
+        further = list(dropwhile(known.__contains__, clauses))
+        dropped = len(further) < len(clauses)
+        result.append("; ".join(["…"] * (dropped and bool(further)) + further))
+        known.update(clauses)
+    return result
 
 
 def count_noun(count: int, noun: str, plural: str = "") -> str:

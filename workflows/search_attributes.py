@@ -17,7 +17,7 @@ from relaunch.job.state import JobState, Phase
 from relaunch.repair.escalation import Escalation, EscalationDecision, ExamineNode
 from relaunch.repair.state import AskPerson, FinishRepair, LogEntry, RepairDecision, RepairState
 from relaunch.spec.policy import Strategy
-from relaunch.text import escape_markdown, join_names, quote_code, strip_sequences
+from relaunch.text import escape_markdown, join_names, omit_said, quote_code, strip_sequences
 
 PHASE = SearchAttributeKey.for_keyword("Phase")
 CAUSE = SearchAttributeKey.for_keyword("Cause")
@@ -164,15 +164,18 @@ def current_details(job: JobState, now: datetime) -> str:
             f"{_format_time(incident.opened)} {escape_markdown(incident.reason)}",
             "",
         ]
+        further, decisions = incident.faults[1:][-4:], incident.decisions[-8:]
         lines += [
             f"- {_format_time(one.at)} **Further fault** {one.cause}: "
             f"{escape_markdown(one.reason[:300])}"
-            for one in incident.faults[1:][-4:]
+            for one in further
         ]
+        told = [incident.reason, *(one.reason for one in further)]
+        reasons = omit_said((one.reason for one in decisions), told)
         lines += [
             f"- {_format_time(d.at)} **{d.decision}{f' {d.strategy}' if d.strategy else ''}** "
-            f"{escape_markdown(d.reason)}"
-            for d in incident.decisions[-8:]
+            f"{escape_markdown(reason)}".rstrip()
+            for d, reason in zip(decisions, reasons, strict=True)
         ]
         lines += ["", *_failure_lines(failure), ""] if failure is not None else [""]
     closed = job.incidents[-MOST_INCIDENTS:]

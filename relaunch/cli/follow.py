@@ -18,6 +18,7 @@ from relaunch.cli.terminal import make_console
 from relaunch.job import failure
 from relaunch.job.state import Incident, JobState, Phase
 from relaunch.spec.job import OutputStream
+from relaunch.text import omit_said
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -160,11 +161,11 @@ class Narrator:
                 f"{incident.reason}"
             )
             self._told[incident.opened] = 0
-        for decision in incident.decisions[self._told[incident.opened] :]:
-            self._say(
-                f"{decision.decision}{f' {decision.strategy}' if decision.strategy else ''}: "
-                f"{decision.reason}"
-            )
+        reasons = omit_said((one.reason for one in incident.decisions), [incident.reason])
+        decisions = [*zip(incident.decisions, reasons, strict=True)]
+        for decision, reason in decisions[self._told[incident.opened] :]:
+            strategy = f" {decision.strategy}" if decision.strategy else ""
+            self._say(f"{decision.decision}{strategy}{f': {reason}' if reason else ''}")
         self._told[incident.opened] = len(incident.decisions)
 
 

@@ -6,13 +6,13 @@ interface for scripts: keys may be added, never renamed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from relaunch.cli.progress_hints import explain_missing_progress
-from relaunch.text import count_noun, join_names
+from relaunch.text import count_noun, join_names, omit_said
 
 if TYPE_CHECKING:
     from relaunch.job.state import Incident, JobState
@@ -287,7 +287,7 @@ def show_lines(view: Mapping[str, Any], now: datetime) -> list[str]:
     lines = [
         f"job         {view['name']}",
         f"phase       {view['phase']}: {view['reason']}",
-        *_failure_lines(view["failure"]),
+        *_failure_lines(view["failure"], view["reason"]),
         f"next        {next_['what']}"
         + (f", {moment_text(next_['at'], now)}" if next_["at"] else ""),
         f"generation  {view['generation']} with {count_noun(view['ranks'], 'rank')} on "
@@ -311,16 +311,19 @@ def show_lines(view: Mapping[str, Any], now: datetime) -> list[str]:
             "",
             "incident still open" if view["incident"]["closed"] is None else "last incident",
         ]
-        lines += history_lines(view["incident"], now, with_tracebacks=view["failure"] is None)
+        failure = view["failure"]
+        told = [view["reason"], failure["reason"]] if failure else [view["reason"]]
+        lines += history_lines(view["incident"], now, told, with_tracebacks=failure is None)
     return lines
 
 
-def _failure_lines(failure: Mapping[str, Any] | None) -> list[str]:
+def _failure_lines(failure: Mapping[str, Any] | None, phase_reason: str) -> list[str]:
     if failure is None:
         return []
-    where = f"{failure['cause']} in generation {failure['generation']}"
+    (reason,) = omit_said([failure["reason"]], [phase_reason])
     return [
-        f"failure     {where}: {failure['reason']}",
+        f"failure     {failure['cause']} in generation {failure['generation']}"
+        + (f": {reason}" if reason else ""),
         *(f"            | {line}" for line in failure["traceback"].splitlines()),
         *([f"what helps  {failure['advice']}"] if failure["advice"] else []),
         *(f"before it   {line}" for line in failure["earlier"]),
@@ -329,11 +332,16 @@ def _failure_lines(failure: Mapping[str, Any] | None) -> list[str]:
 
 
 def history_lines(
-    entry: Mapping[str, Any], now: datetime, *, with_tracebacks: bool = True
+    entry: Mapping[str, Any],
+    now: datetime,
+    said: Iterable[str] = (),
+    *,
+    with_tracebacks: bool = True,
 ) -> list[str]:
     """Return the lines for one incident.
 
-    Its opening time is shown relative to `now`, all other times relative to its opening.
+    Its opening time is shown relative to `now`, all other times relative to its opening. What
+    `said`, or an earlier line, has said already is not repeated.
     """
 
     def quote(traceback: str) -> list[str]:
@@ -341,9 +349,10 @@ def history_lines(
 
     opened = entry["opened"]
     where = f" on {names(entry['nodes'])}" if entry["nodes"] else ""
+    (reason,) = omit_said([entry["reason"]], said)
     lines = [
-        f"{moment_text(opened, now)}  generation {entry['generation']}  {entry['cause']}{where}: "
-        f"{entry['reason']}",
+        f"{moment_text(opened, now)}  generation {entry['generation']}  {entry['cause']}{where}"
+        + (f": {reason}" if reason else ""),
         *quote(entry["traceback"]),
     ]
     shown = entry["traceback"]
@@ -364,12 +373,15 @@ def history_lines(
             )
             + " not kept"
         )
-    for decision in entry["decisions"]:
+    decisions = entry["decisions"]
+    told = [*said, entry["reason"], *(fault["reason"] for fault in entry["faults"])]
+    reasons = omit_said((one["reason"] for one in decisions), told)
+    for decision, reason in zip(decisions, reasons, strict=True):
         strategy = f" {decision['strategy']}" if decision["strategy"] else ""
         spent = " (one restart spent)" if decision["spent"] else ""
         lines.append(
-            f"    {_offset(opened, decision['at'])}  {decision['decision']}{strategy}: "
-            f"{decision['reason']}{spent}"
+            f"    {_offset(opened, decision['at'])}  {decision['decision']}{strategy}"
+            f"{f': {reason}' if reason else ''}{spent}"
         )
     times = ", ".join(
         f"{name} {value:.2f} s" for name, value in entry["times"].items() if value is not None

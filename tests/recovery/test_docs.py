@@ -42,6 +42,7 @@ from relaunch.job.replay import name_decision
 from relaunch.job.state import Decision, Ignore, Relaunch, Repair, Stop
 from relaunch.messages.jobs import overlay
 from relaunch.spec.policy import Policy, Rung, preset
+from relaunch.text import omit_said
 from tests.console.page_commands import code_lines
 from tests.recovery.builders import exited, new_job
 
@@ -144,7 +145,7 @@ def incident(path: Path) -> str:
 
 
 def _decided(decision: Decision, before: str) -> str:
-    text = f"**{name_decision(decision)}** {_beyond(before, decision.reason)}"
+    text = f"**{name_decision(decision)}** {omit_said([decision.reason], [before])[0]}"
     if isinstance(decision, Relaunch) and decision.delay:
         text += f", after {duration(decision.delay)}"
     return text + (
@@ -175,20 +176,6 @@ def _rows(path: Path) -> Iterator[tuple[str, str | None, Decision]]:
         yield trial.format_time(one.at), evidence, one.decision
         evidence = None
     assert not told, f"{path.name}: not reached: {told[0].event.kind}"
-
-
-def _beyond(before: str, reason: str) -> str:
-    """A reason without the clauses that the one before it began with."""
-    known, clauses = before.split("; "), reason.split("; ")
-    same = next(
-        (
-            index
-            for index, pair in enumerate(zip(known, clauses, strict=False))
-            if pair[0] != pair[1]
-        ),
-        min(len(known), len(clauses)),
-    )
-    return "; ".join(("…", *clauses[same:])) if same else reason
 
 
 def words(event: Event) -> str:

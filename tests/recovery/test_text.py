@@ -16,6 +16,7 @@ from relaunch.text import (
     join_clauses,
     join_names,
     mute_markup,
+    omit_said,
     printable,
     strip_sequences,
 )
@@ -103,3 +104,14 @@ def test_markdown_shows_what_was_written(text: str, shown: str) -> None:
 def test_chats_and_mails_take_nothing_as_markup() -> None:
     text = "<!channel> <b>x</b> [a](http://e) @everyone ann@here.de"
     assert mute_markup(text) == "‹!channel› ‹b›x‹/b› [a] (http://e) @ everyone ann@ here.de"
+
+
+def test_what_was_said_before_is_not_said_again() -> None:
+    told = ["rank 3 exited; n2 answers", "n2 is hot"]
+    texts = [
+        "rank 3 exited; n2 answers",
+        "n2 is hot; rank 3 exited; try 1 of 2",
+        "try 1 of 2; n2 is hot; try 2 of 2",
+        "it is over; rank 3 exited",
+    ]
+    assert omit_said(texts, told) == ["", "…; try 1 of 2", "…; try 2 of 2", texts[3]]
