@@ -510,13 +510,14 @@ def _apply_decision(
                 how = f", {decision.strategy}" if decision.strategy is not None else ""
                 text = f"generation {decision.generation}{how}: {decision.reason}"
                 job = _notice(job, f"{moment}: {text}")
+            pause = f" {duration(decision.delay)} after this decision" if decision.delay else ""
             return replace(
                 job,
                 generation=decision.generation,
                 strategy=decision.strategy,
                 phase=Phase.LAUNCHING,
                 reason=decision.reason,
-                next=Next(f"generation {decision.generation} is launched"),
+                next=Next(f"generation {decision.generation} is launched{pause}"),
                 avoided=avoided,
                 furthest_step=furthest,
                 progress=None,

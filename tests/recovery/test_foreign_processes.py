@@ -131,8 +131,9 @@ def test_after_many_launches_a_person_is_asked() -> None:
 
 def test_the_launch_waits_until_older_readings_are_void() -> None:
     job = walk(running(), AGAIN)
-    _, decision = step(job, BOB_ON_N2(job))
+    job, decision = step(job, BOB_ON_N2(job))
     assert isinstance(decision, Relaunch) and decision.delay == FOREIGN_DELAY >= PROBE_LIFETIME
+    assert job.next.what == "generation 2 is launched 10s after this decision"
 
 
 def test_the_delay_grows_until_training_advances() -> None:

@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from temporalio.api.history.v1 import HistoryEvent
 from temporalio.bridge.proto.workflow_activation import WorkflowActivation
 from temporalio.bridge.proto.workflow_completion import WorkflowActivationCompletion
 from temporalio.client import (
@@ -589,3 +590,8 @@ async def replay(*histories: WorkflowHistory, is_sandboxed: bool = True) -> None
             yield history
 
     await replayer.replay_workflows(each())
+
+
+def is_claim(event: HistoryEvent) -> bool:
+    """Return whether a job tells its fleet something with this event of its history."""
+    return event.activity_task_scheduled_event_attributes.activity_type.name == "tell_fleet"

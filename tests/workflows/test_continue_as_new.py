@@ -12,7 +12,6 @@ from datetime import timedelta
 import pytest
 from temporalio.api.common.v1 import WorkflowExecution
 from temporalio.api.enums.v1 import EventType
-from temporalio.api.history.v1 import HistoryEvent
 from temporalio.api.workflowservice.v1 import ResetWorkflowExecutionRequest
 from temporalio.client import Client
 from temporalio.service import RPCError, RPCStatusCode
@@ -25,7 +24,7 @@ from relaunch.workflows.training_job import actions
 from relaunch.workflows.training_job.workflow import TrainingJob
 from tests.fakes.nodes import Exit, Progress, Script
 from tests.workflows.conftest import MakeRig
-from tests.workflows.rig import PATIENCE, Job, policy
+from tests.workflows.rig import PATIENCE, Job, is_claim, policy
 from tests.workflows.test_histories import SCENARIOS
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -112,10 +111,6 @@ async def test_a_claim_asked_for_during_continue_as_new_is_answered(
                 for event in run.events
             }
             assert asked <= told, "no claim is left half-way by a run that is continued"
-
-
-def is_claim(event: HistoryEvent) -> bool:
-    return event.activity_task_scheduled_event_attributes.activity_type.name == "tell_fleet"
 
 
 @pytest.mark.long

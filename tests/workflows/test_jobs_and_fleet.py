@@ -21,7 +21,7 @@ from tests.fakes.nodes import Exit, Progress, Script, ShimDies, Sick, Stranger
 from tests.fakes.nodes.health import bus_id
 from tests.workflows.claimants import fleet_state, until_fleet
 from tests.workflows.conftest import MakeRig
-from tests.workflows.rig import Job, Rig, policy
+from tests.workflows.rig import Job, Rig, is_claim, policy
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 XID_79 = (
@@ -63,6 +63,8 @@ async def test_two_jobs_share_a_node_and_each_sees_its_own_gpus(make_rig: MakeRi
         )
         await ended(jobs[0])
         await third.until_phase(Phase.RUNNING)
+        history = await third.handle.fetch_history()
+        assert sum(map(is_claim, history.events)) == 1, "a repeated claim makes a grant void"
         await ended(jobs[1], third)
         state = await until_fleet(rig, lambda state: not state.claims, "no claim")
         assert [record.claim for record in state.claims] == []

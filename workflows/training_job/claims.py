@@ -56,6 +56,8 @@ with workflow.unsafe.imports_passed_through():
 GRANT = TypeAdapter(Grant)
 COUNT_RETRY = RetryPolicy(maximum_attempts=3)
 """Of a number that only a sentence for people needs."""
+NEW_CLAIM_PATCH = "claim-again-if-changed"
+"""Recorded by jobs that do not repeat a claim when they learn that they wait."""
 RESEND, REPORT = "resend the claim", "report faults"
 
 
@@ -258,8 +260,11 @@ class Claims:
                     await workflow.wait_condition(lambda: not self._job.maybe_alive)
                 # No other nodes are available. A node that was only lost is good again once it
                 # answers, because its old ranks are stopped first.
-                unwanted = self._list_unwanted()
-                await self._claim_nodes(keep, unwanted, queue=grant.kind == "yield")
+                claim = OpenClaim(keep, self._list_unwanted(), grant.kind == "yield")
+                # Another claim would make a grant void that is on its way.
+                is_new = bool(alive) or claim != self._open
+                if is_new or not workflow.patched(NEW_CLAIM_PATCH):
+                    await self._claim_nodes(claim.keep, claim.avoid, queue=claim.queue)
             waits = True
         if grant.holding:
             self._session.post(_ranks_found(grant))
