@@ -71,6 +71,25 @@ def test_ranks_of_a_stopped_shim_die_at_their_fence(node: Node) -> None:
     assert ends == [(9, True), (9, True)], "the fence ended them, by shim or guard"
 
 
+def test_a_renewal_after_the_guards_kill_does_not_hide_it(node: Node) -> None:
+    pids = node.run(1, python_command(STUBBORN), **{**SHORT, "lease": 3.0, "fence_after": 60.0})
+    wait_for(lambda: "up" in node.log(0) and "up" in node.log(1))
+    watch = node.watch()
+    watch.read_until("heartbeat")
+    shim, supervisor = node.pid("shim"), node.pid("supervisor")
+    node.pid("guard")
+    with hold_stopped(shim):
+        with hold_stopped(supervisor):
+            wait_for(lambda: are_gone(pids), "a stopped shim keeps its ranks alive")
+            watch.renew()
+            renewed = boottime()
+        watch.read_until("heartbeat", lambda beat: beat["stamp"] > renewed + 0.5)
+        assert boottime() < renewed + 60.0, "too late to renew: the test shows nothing"
+    end = watch.read_observation("RankExited")
+    assert (end["signal"], end["stopped"]) == (9, True)
+    assert "Fenced" in [seen["kind"] for seen in node.journal()]
+
+
 @pytest.mark.parametrize("helper", ["supervisor", "guard"])
 def test_ranks_of_a_stopped_shim_and_another_die_at_their_fence(node: Node, helper: str) -> None:
     pids = node.run(1, python_command(STUBBORN), **SHORT)

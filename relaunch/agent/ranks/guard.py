@@ -87,6 +87,8 @@ class Guard:
         self.pause = SCAN_INTERVALS[0]
         self.give_up_at: float | None = None
         """Set once the shim is dead: when to give up on processes that SIGKILL does not end."""
+        self.has_fenced = False
+        """Whether the shim was sent the news that the fence is carried out here."""
         self.loop = Loop()
         self.handle_news(news)
         self.extensions = Channel(self.loop, extensions, self._handle_extension, lambda: None)
@@ -172,6 +174,10 @@ class Guard:
 
         Go on until the shim is dead and either nothing is left or `give_up_at` has passed.
         """
+        if self.state == "running" and not self.has_fenced:
+            # Before the first kill: the shim reads it before it learns that a rank has ended.
+            self.has_fenced = True
+            self.link.send({"fenced": now()})
         if self.cgroup is not None:
             cgroup.kill(self.cgroup)
         left = self._find_left()

@@ -174,7 +174,7 @@ class Shim:
             self.loop, generation, "supervisor", self._become_supervisor, self._handle_message
         )
         self.guard = ChildLink(
-            self.loop, generation, "guard", self._become_guard, lambda message: None
+            self.loop, generation, "guard", self._become_guard, self._handle_guard
         )
 
     def run(self) -> None:
@@ -203,8 +203,10 @@ class Shim:
 
     def _reap(self) -> None:
         # Check the fence first. If the guard killed the ranks because the fence was due, their
-        # exits count as stopped; the supervisor sent the reason before the guard could kill.
+        # exits count as stopped, also if a renewal has come since. The supervisor sent the reason
+        # before the guard could kill.
         self.link.read_pending()
+        self.guard.read_pending()
         self._fence_if_due()
         exits = []
         numbers = {pid: rank for rank, pid in self.alive.items()}
@@ -588,6 +590,13 @@ class Shim:
             self.extensions[0],
             self._make_guard_news(),
         )
+
+    def _handle_guard(self, message: Json) -> None:
+        if "fenced" in message and self.lease is not None:
+            self.link.read_pending()  # the supervisor may know why it was time
+            late = "this node's shim did not run when it was time to stop its ranks"
+            fenced = self.lease.find_fence_reason(message["fenced"])
+            self._fence(*(fenced or ("isolated", late)))
 
     def _inform_guard(self) -> None:
         self.guard.send(self._make_guard_news())
