@@ -369,12 +369,8 @@ async def test_the_example_of_the_documentation_runs(
     assert (done.code, done.err) == (0, ""), done
     view = json.loads(done.out)
     assert view["differ"] == 0 and all(each["then"] is None for each in view["decisions"])
-    faults = [
-        (each["at"], each["strategy"])
-        for each in view["decisions"]
-        if each["event"] in ("FaultObserved", "RanksHung")
-    ]
-    assert faults == [
+    tried = [(each["at"], each["strategy"]) for each in view["decisions"] if each["strategy"]]
+    assert tried == [
         ("+12m", "RESTART_IN_PLACE"),
         ("+1h", "REPLACE_NODE"),
         ("+3h", "RESTART_IN_PLACE"),
