@@ -13,7 +13,7 @@ from relaunch.fields import duration
 from relaunch.job.drain import describe_drains, describe_next
 from relaunch.job.failure import Failure, find_failure
 from relaunch.job.ladder import list_used_budgets
-from relaunch.job.state import JobState, Phase
+from relaunch.job.state import DecisionRecord, FaultRecord, JobState, Phase
 from relaunch.repair.escalation import Escalation, EscalationDecision, ExamineNode
 from relaunch.repair.state import AskPerson, FinishRepair, LogEntry, RepairDecision, RepairState
 from relaunch.spec.policy import Strategy
@@ -164,18 +164,15 @@ def current_details(job: JobState, now: datetime) -> str:
             f"{_format_time(incident.opened)} {escape_markdown(incident.reason)}",
             "",
         ]
-        further, decisions = incident.faults[1:][-4:], incident.decisions[-8:]
-        lines += [
-            f"- {_format_time(one.at)} **Further fault** {one.cause}: "
-            f"{escape_markdown(one.reason[:300])}"
-            for one in further
+        steps: list[FaultRecord | DecisionRecord] = [
+            *incident.faults[1:][-4:],
+            *incident.decisions[-8:],
         ]
-        told = [incident.reason, *(one.reason for one in further)]
-        reasons = omit_said((one.reason for one in decisions), told)
+        steps.sort(key=lambda step: step.at)  # of equal ones, faults first
+        reasons = omit_said((step.reason for step in steps), [incident.reason])
         lines += [
-            f"- {_format_time(d.at)} **{d.decision}{f' {d.strategy}' if d.strategy else ''}** "
-            f"{escape_markdown(reason)}".rstrip()
-            for d, reason in zip(decisions, reasons, strict=True)
+            f"- {_format_time(step.at)} {_describe_step(step, reason)}"
+            for step, reason in zip(steps, reasons, strict=True)
         ]
         lines += ["", *_failure_lines(failure), ""] if failure is not None else [""]
     closed = job.incidents[-MOST_INCIDENTS:]
@@ -215,6 +212,14 @@ def current_details(job: JobState, now: datetime) -> str:
             " **Reset** goes on with ranks that still run, else claims nodes and launches again.",
         ]
     return cut_page(lines)
+
+
+def _describe_step(step: FaultRecord | DecisionRecord, reason: str) -> str:
+    """Return a step of an incident, with what is new in its reason."""
+    if isinstance(step, FaultRecord):
+        return f"**Further fault {step.cause}** {escape_markdown(reason) or 'as before'}"
+    what = f"{step.decision} {step.strategy}" if step.strategy else step.decision
+    return f"**{what}** {escape_markdown(reason)}".rstrip()
 
 
 def _failure_lines(failure: Failure) -> list[str]:

@@ -115,6 +115,8 @@ class Narrator:
         self._phase = ""
         self._generation = 0
         self._told: dict[datetime, int] = {}
+        self._said: list[str] = []
+        """The reasons given in the newest incident."""
         self._closed: set[datetime] = set()
         self._notices: tuple[str, ...] = ()
         self._first = True
@@ -130,6 +132,8 @@ class Narrator:
             # Incidents closed before the first look are history, not news.
             self._closed.update(incident.opened for incident in state.incidents)
             self._first = False
+        if state.incident is None:
+            self._said = []
         for incident in state.incidents:
             if incident.opened not in self._closed:
                 self._decisions(incident)
@@ -150,7 +154,7 @@ class Narrator:
             self._generation,
         ) and not state.phase.is_final:
             generation = f"generation {state.generation} " if state.generation else ""
-            self._say(f"{generation}{state.phase}: {state.reason}")
+            self._say_reason(f"{generation}{state.phase}", state.reason)
         self._phase, self._generation = str(state.phase), state.generation
 
     def _decisions(self, incident: Incident) -> None:
@@ -160,13 +164,17 @@ class Narrator:
                 f"incident in generation {incident.generation}: {incident.cause}{where}: "
                 f"{incident.reason}"
             )
-            self._told[incident.opened] = 0
-        reasons = omit_said((one.reason for one in incident.decisions), [incident.reason])
-        decisions = [*zip(incident.decisions, reasons, strict=True)]
-        for decision, reason in decisions[self._told[incident.opened] :]:
+            self._told[incident.opened], self._said = 0, [incident.reason]
+        for decision in incident.decisions[self._told[incident.opened] :]:
             strategy = f" {decision.strategy}" if decision.strategy else ""
-            self._say(f"{decision.decision}{strategy}{f': {reason}' if reason else ''}")
+            self._say_reason(f"{decision.decision}{strategy}", decision.reason)
         self._told[incident.opened] = len(incident.decisions)
+
+    def _say_reason(self, what: str, reason: str) -> None:
+        """Say it with its reason, as far as that is news in this incident."""
+        (further,) = omit_said([reason], self._said)
+        self._said.append(reason)
+        self._say(f"{what}: {further}" if further else what)
 
 
 def _open_seconds(incident: Incident) -> float:

@@ -356,12 +356,22 @@ def history_lines(
         *quote(entry["traceback"]),
     ]
     shown = entry["traceback"]
-    for fault in entry["faults"][1:]:
-        on = f" on {names(fault['nodes'])}" if fault["nodes"] else ""
-        at, what = _offset(opened, fault["at"]), f"{fault['cause']}{on}: {fault['reason']}"
-        lines.append(f"    {at}  further fault in generation {fault['generation']}: {what}")
-        if fault["traceback"] != shown:
-            shown = fault["traceback"]
+    steps = [*entry["faults"][1:], *entry["decisions"]]
+    steps.sort(key=lambda step: datetime.fromisoformat(step["at"]))  # of equal ones, faults first
+    reasons = omit_said((step["reason"] for step in steps), [entry["reason"]])
+    for step, reason in zip(steps, reasons, strict=True):
+        at = f"    {_offset(opened, step['at'])}  "
+        if "decision" in step:
+            strategy = f" {step['strategy']}" if step["strategy"] else ""
+            spent = " (one restart spent)" if step["spent"] else ""
+            what = f"{step['decision']}{strategy}{f': {reason}' if reason else ''}{spent}"
+            lines.append(f"{at}{what}")
+            continue
+        on = f" on {names(step['nodes'])}" if step["nodes"] else ""
+        what = f"{step['cause']}{on}{f': {reason}' if reason else ', as before'}"
+        lines.append(f"{at}further fault in generation {step['generation']}: {what}")
+        if step["traceback"] != shown:
+            shown = step["traceback"]
             lines += quote(shown)
     if entry["dropped_faults"]:
         lines.append(
@@ -372,16 +382,6 @@ def history_lines(
                 "further faults in between were",
             )
             + " not kept"
-        )
-    decisions = entry["decisions"]
-    told = [*said, entry["reason"], *(fault["reason"] for fault in entry["faults"])]
-    reasons = omit_said((one["reason"] for one in decisions), told)
-    for decision, reason in zip(decisions, reasons, strict=True):
-        strategy = f" {decision['strategy']}" if decision["strategy"] else ""
-        spent = " (one restart spent)" if decision["spent"] else ""
-        lines.append(
-            f"    {_offset(opened, decision['at'])}  {decision['decision']}{strategy}"
-            f"{f': {reason}' if reason else ''}{spent}"
         )
     times = ", ".join(
         f"{name} {value:.2f} s" for name, value in entry["times"].items() if value is not None

@@ -21,7 +21,7 @@ from relaunch.cli.job_views import (
 )
 from relaunch.cli.rank_output import Printer
 from relaunch.evidence.causes import Cause
-from relaunch.job.state import NodeDrain, Progress, Try
+from relaunch.job.state import DecisionRecord, FaultRecord, NodeDrain, Progress, Try
 from relaunch.spec.job import NodeRange, ProgressSpec
 from relaunch.spec.policy import Strategy
 from tests.console.fake_job import T0, TRACEBACK, incident, job_state
@@ -226,6 +226,33 @@ def test_history_has_the_promised_keys_and_seconds_since_opening(page: SnapshotA
         "+1.0s",
         "+9.0s",
     ]
+    assert "\n".join(lines) == page
+
+
+def test_history_tells_faults_and_decisions_in_turn_and_once(page: SnapshotAssertion) -> None:
+    """As a program fails that finds its file system lost, three times in different ways."""
+    lost = "rank 0 on n1 exited with code 1: OSError: [Errno 116] Stale file handle: '/data'"
+    slow = "rank 3 on n2 exited with code 1: TimeoutError: /data"
+    reasons = (lost, lost, slow)
+    faults = tuple(
+        FaultRecord(T0 + timedelta(seconds=20.5 * n), n + 1, Cause.STORAGE, reason, ("n1",))
+        for n, reason in enumerate(reasons)
+    )
+    decisions = tuple(
+        DecisionRecord(
+            fault.at + timedelta(seconds=0.1 * n),
+            "Relaunch",
+            "RESTART_IN_PLACE",
+            f"{fault.reason}; RESTART_IN_PLACE {n + 1} of 5 for STORAGE",
+            False,
+        )
+        for n, fault in enumerate(faults)
+    )
+    one = incident(
+        cause=Cause.STORAGE, reason=lost, nodes=("n1",), faults=faults, decisions=decisions
+    )
+    lines = history_lines(history_entry(one, job_state()), T0, with_tracebacks=False)
+    assert sum(lost in line for line in lines) == 1
     assert "\n".join(lines) == page
 
 

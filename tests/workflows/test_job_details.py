@@ -11,7 +11,7 @@ from syrupy.assertion import SnapshotAssertion
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Finding, Role, Verdict
 from relaunch.evidence.health import Health
-from relaunch.job.state import NodeDrain, Phase
+from relaunch.job.state import DecisionRecord, FaultRecord, NodeDrain, Phase
 from relaunch.repair.escalation import Escalation, ExamineNode, StartStrategy
 from relaunch.repair.state import (
     AskPerson,
@@ -59,11 +59,29 @@ def test_the_page_of_a_job_names_wanted_nodes_and_how_to_answer(page: SnapshotAs
 def test_s5_3_the_page_of_a_job_is_its_incident_report(page: SnapshotAssertion) -> None:
     closed = incident(closed=T0, recovered=T0, outcome="training passed step 10")
     notices = ("ada changed the policy (max_restarts): budget",)
+    reason = "rank 3 exited with code 1"
+    again = {
+        "faults": tuple(
+            FaultRecord(T0 + timedelta(minutes=n), n + 1, Cause.APPLICATION, reason)
+            for n in range(2)
+        ),
+        "decisions": tuple(
+            DecisionRecord(
+                T0 + timedelta(minutes=n, seconds=1),
+                "Relaunch",
+                "RESTART_IN_PLACE",
+                f"{reason}; RESTART_IN_PLACE {n + 1} of 2 for APPLICATION",
+                True,
+            )
+            for n in range(2)
+        ),
+    }
     states = {
         "an open incident": job_state(
             incident=incident(), incidents=(closed,), incidents_archived=3, notices=notices
         ),
         "a person is asked": job_state(phase=Phase.WAITING_FOR_PERSON, incident=incident()),
+        "the same fault again": job_state(incident=replace(incident(), **again)),
         "fewer nodes than it takes": job_state(fewer="2 of 4 nodes: n9 is quarantined"),
         "it failed": job_state(
             phase=Phase.FAILED,
