@@ -27,12 +27,15 @@ from datetime import timedelta
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from typing import TypeVar
 
 from temporalio.api.common.v1 import WorkflowExecution
 from temporalio.api.workflowservice.v1 import ResetStickyTaskQueueRequest
 from temporalio.client import Client
 from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
+
+Answer = TypeVar("Answer")
 
 log = logging.getLogger("relaunch.watches")
 
@@ -157,15 +160,20 @@ async def _take_over(client: Client, folders: Sequence[Path], runs: Sequence[Pat
     cached = [(file.read_text(), file.name) for folder in runs for file in folder.iterdir()]
     gate = asyncio.Semaphore(MAX_REPORTS)
 
-    async def call(report: Callable[[], Coroutine[None, None, None]]) -> None:
+    async def call(report: Callable[[], Coroutine[None, None, Answer]]) -> Answer:
         async with gate:
-            await report()
+            return await report()
 
     await asyncio.gather(*(call(partial(_release, client, *run)) for run in cached))
-    await asyncio.gather(*(call(partial(_report_death, client, token)) for token in tokens))
+    taken = await asyncio.gather(*(call(partial(_report_death, client, one)) for one in tokens))
+    # The server reads a workflow from the database again when it has refused a call for it, and so
+    # finds there for whom it kept the tasks.
+    refused = [token for token, is_taken in zip(tokens, taken, strict=True) if not is_taken]
+    again = [run for run in cached if any(run[1].encode() in token for token in refused)]
+    await asyncio.gather(*(call(partial(_release, client, *run)) for run in again))
     for folder in (*runs, *folders):
         shutil.rmtree(folder, ignore_errors=True)
-    return len(tokens)
+    return sum(taken)
 
 
 def _write(file: Path, content: bytes) -> None:
@@ -193,7 +201,8 @@ def _lock_dead(folder: Path) -> int | None:
     return lock
 
 
-async def _report_death(client: Client, token: bytes) -> None:
+async def _report_death(client: Client, token: bytes) -> bool:
+    """Report a watch as failed; return whether the server knew it as running."""
     error = ApplicationError(
         "the worker that watched was killed",
         type="HandOver",
@@ -201,9 +210,12 @@ async def _report_death(client: Client, token: bytes) -> None:
     )
     try:
         await client.get_async_activity_handle(task_token=token).fail(error)
+        return True
     except RPCError as refusal:
-        if refusal.status is not RPCStatusCode.NOT_FOUND:  # it has ended, or was taken over
+        # It has ended, was taken over, or the server has missed its heartbeats for too long.
+        if refusal.status is not RPCStatusCode.NOT_FOUND:
             raise
+        return False
 
 
 async def _release(client: Client, workflow_id: str, run_id: str) -> None:
