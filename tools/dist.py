@@ -39,7 +39,10 @@ def git(*words: str) -> bytes:
 def export(ref: str, folder: Path) -> int:
     """Write the files of a commit into a folder; return its time in seconds since 1970."""
     with tarfile.open(fileobj=io.BytesIO(git("archive", "--format=tar", ref))) as archive:
-        archive.extractall(folder, filter="tar")
+        # Python 3.11.2, which Debian has, knows no filters, and 3.14 has another default.
+        if hasattr(tarfile, "tar_filter"):
+            archive.extraction_filter = tarfile.tar_filter
+        archive.extractall(folder)
     for path in (folder, *folder.rglob("*")):
         if not path.is_symlink():  # whatever the umask is
             path.chmod(0o755 if path.is_dir() or path.stat().st_mode & 0o100 else 0o644)

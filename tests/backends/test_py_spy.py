@@ -32,7 +32,7 @@ async def test_a_node_gets_py_spy_once_and_only_for_frames(
 ) -> None:
     read = [PROGRAM]
     monkeypatch.setattr(py_spy, "read_program", lambda: read[0])
-    fleet = SshFleet({1: RUNS}, 1, tmp_path, agent, 5.0)
+    fleet = SshFleet({1: RUNS}, 1, tmp_path, agent)
     try:
         await launch(fleet)
         tools = fleet.hosts["n1"].state / "tools"
