@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from temporalio.client import Client
 from temporalio.service import RPCError
 
+from relaunch.backends.local import CUT, heal
 from relaunch.cli import jobs
 from relaunch.cli.client import GENERATION, PHASE
 from relaunch.cli.jobs import JobSnapshot
@@ -465,6 +466,19 @@ class World:
             await self.__aexit__()
             raise
         return self
+
+    async def restore(self) -> None:
+        """Undo what a test that failed has left: links that are cut, a server or a worker that is
+        gone, workers beside the one."""
+        for other in self.others:
+            await other.end()
+        self.others.clear()
+        for name in self.names:
+            if (self.node(name) / CUT).exists():
+                heal(self.node(name))
+        for process in (self.server, self.worker):
+            if process.running is None or process.running.returncode is not None:
+                await process.start()
 
     def write_fleet(
         self,
