@@ -34,6 +34,7 @@ START_TIMEOUT_S = 30.0
 MISSING_QUEUES = "is missing active task queues"
 """What the server says of a build that does not poll for every kind of task that the current one
 polls for."""
+WAKE_AGAIN_AFTER_S = 4.0
 STUCK_AFTER_S = 5.0
 """Seconds after which a workflow that has not moved is looked at. Visibility is a second behind."""
 
@@ -187,6 +188,8 @@ class _Move:
         """Builds that something may be on; the empty one is that of tasks which all failed."""
         self._seen: dict[str, float] = {}
         """When each was first seen on another build, by its run id."""
+        self._wakes: dict[str, tuple[float, float]] = {}
+        """When each is to be woken again, and how long after that once more."""
         self._looked_at: set[str] = set()
 
     @property
@@ -213,17 +216,21 @@ class _Move:
             for workflow in await list_running(self._client, self._queue, build)
         ]
         for workflow, _ in left:
-            if workflow.run_id not in self._seen:
-                self._seen[workflow.run_id] = time.monotonic()
-                if workflow.type != "NodeRepair":  # it ends on the build that it began on
-                    await wake(self._client, workflow)
-            elif (
-                time.monotonic() - self._seen[workflow.run_id] > STUCK_AFTER_S
-                and workflow.run_id not in self._looked_at
-            ):
+            since = self._seen.setdefault(workflow.run_id, time.monotonic())
+            if workflow.type != "NodeRepair":  # it ends on the build that it began on
+                await self._wake(workflow)
+            if time.monotonic() - since > STUCK_AFTER_S and workflow.run_id not in self._looked_at:
                 self._looked_at.add(workflow.run_id)
                 await self._rescue(workflow)
         return left
+
+    async def _wake(self, workflow: RunningWorkflow) -> None:
+        """Wake a workflow, and again after pauses that double: the server may not know yet, where
+        it makes the task of the first signal, which build is current now."""
+        due, pause = self._wakes.get(workflow.run_id, (0.0, WAKE_AGAIN_AFTER_S))
+        if time.monotonic() >= due:
+            self._wakes[workflow.run_id] = time.monotonic() + pause, 2 * pause
+            await wake(self._client, workflow)
 
     async def _rescue(self, workflow: RunningWorkflow) -> None:
         """Hand a workflow over whose tasks fail on its own build, if that is safe: that build has

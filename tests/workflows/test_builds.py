@@ -18,6 +18,7 @@ from temporalio.service import RPCError, RPCStatusCode
 from temporalio.worker import Worker
 
 from relaunch.builds import deployment, list_running, make_current, read_builds
+from relaunch.cli import upgrade as upgrades
 from relaunch.cli.upgrade import MISSING_QUEUES, rollback, upgrade
 from relaunch.job.state import Phase
 from tests.chaos.world import eventually
@@ -135,3 +136,36 @@ async def test_two_jobs_move_to_another_build_and_back_untouched(
         "build second is current, first was",
         "build first is current, second was",
     ]
+
+
+@pytest.mark.long
+async def test_a_job_whose_server_learns_late_of_a_build_still_moves(
+    server: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first task after the upgrade is made where the older build is still the current one."""
+    real, late = upgrades._make_current, list[asyncio.Task[None]]()
+
+    async def learn_late(client: Client, queue: str, target: str, builds: Any) -> None:
+        async def learn() -> None:
+            await asyncio.sleep(2.0)
+            await real(client, queue, target, builds)
+
+        late.append(asyncio.create_task(learn()))
+
+    async def is_known(rig: Rig) -> bool:
+        return await count_kinds(rig.client, rig.queue, "first") == 2
+
+    said: list[str] = []
+    async with rig(await connect(server), tmp_path, build="first") as made:
+        await eventually(lambda: is_known(made), "first is not known")
+        token = (await read_builds(made.client, made.queue)).token
+        await make_current(made.client, made.queue, "first", token)
+        job = await made.submit()
+        await job.until_phase(Phase.RUNNING)
+        monkeypatch.setattr(upgrades, "_make_current", learn_late)
+        async with worker(made.client, made.queue, made.fleets, made.archive, build="second"):
+            within = timedelta(seconds=30)
+            assert await upgrade(made.client, made.queue, "second", said.append, within) == 0, said
+            await asyncio.gather(*late)
+            await job.handle.signal("cancel", {"reason": "enough"})
+            await job.result()
