@@ -577,7 +577,7 @@ async def replay(*histories: WorkflowHistory, is_sandboxed: bool = True) -> None
     """
     # The core is pure, which tests/test_layering.py holds; types that only it names would be
     # unknown in a sandbox that imports it again.
-    passed = SandboxRestrictions.default.with_passthrough_modules(*CORE, "re2")
+    passed = SandboxRestrictions.default.with_passthrough_modules(*CORE, "re2", "cryptography")
     replayer = Replayer(
         workflows=[TrainingJob, NodeRepair, Fleet, Notifier],
         workflow_runner=SandboxedWorkflowRunner(passed) if is_sandboxed else SealedRunner(),
