@@ -35,6 +35,7 @@ async def find_difference(
         data_converter=converter,
         workflow_runner=SealedRunner(),
         runtime=_make_runtime(),
+        debug_mode=True,  # a task that takes longer than 2 s is slow, which is no difference
     )
     result = await replayer.replay_workflow(history, raise_on_replay_failure=False)
     if result.replay_failure is None:

@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from typing import Any
 
+import pytest
 from temporalio import workflow
-from temporalio.client import Client
+from temporalio.client import Client, WorkflowHistory
 from temporalio.worker import Worker
 
+from relaunch.temporal import data_converter
+from relaunch.workflows.replay import find_difference
 from relaunch.workflows.runner import TaskRunner
+from relaunch.workflows.training_job.workflow import TrainingJob
+from tests.workflows.test_histories import HISTORIES
 
 SLOW_S = 2.6
 
@@ -43,3 +49,19 @@ async def test_a_task_that_took_long_is_done_again(server: Client) -> None:
     worker = Worker(server, task_queue=queue, workflows=[SlowOnce], workflow_runner=runner)
     async with runner.attach(worker), asyncio.timeout(60):
         assert await server.execute_workflow(SlowOnce.run, id=queue, task_queue=queue) == "done"
+
+
+async def test_a_slow_replay_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a worker of another build would refuse to continue what it could continue."""
+    publish, slow = TrainingJob._publish, [SLOW_S]
+
+    def publish_slowly(self: TrainingJob, *known: Any) -> Any:
+        while slow:
+            time.sleep(slow.pop())
+        return publish(self, *known)
+
+    monkeypatch.setattr(TrainingJob, "_publish", publish_slowly)
+    path = min(HISTORIES.glob("*.json"))
+    history = WorkflowHistory.from_json(f"job/{path.stem}", path.read_text())
+    assert await find_difference(history, "default", data_converter()) == ""
+    assert not slow

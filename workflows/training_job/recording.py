@@ -79,6 +79,7 @@ async def recording(
         workflow_runner=UnsandboxedWorkflowRunner(),
         # The SDK's native part would print failures to stdout, from which the decisions are read.
         runtime=Runtime(telemetry=TelemetryConfig(logging=None)),
+        debug_mode=True,  # a task that takes longer than 2 s is slow, and can be replayed
     )
     for history in histories:
         result = await replayer.replay_workflow(history, raise_on_replay_failure=False)
