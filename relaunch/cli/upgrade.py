@@ -35,6 +35,7 @@ MISSING_QUEUES = "is missing active task queues"
 """What the server says of a build that does not poll for every kind of task that the current one
 polls for."""
 WAKE_AGAIN_AFTER_S = 4.0
+"""Seconds before a workflow that has not moved is woken a second time."""
 STUCK_AFTER_S = 5.0
 """Seconds after which a workflow that has not moved is looked at. Visibility is a second behind."""
 
