@@ -63,7 +63,7 @@ test: lint
 # -v: a run that is interrupted has said which tests failed.
 long: setup build/release/.installed
 	$(PY) -m pytest -v -n 5 --dist worksteal -m long --timeout 600
-	$(PY) -m pytest -m "not long and not hypothesis" --timeout 600 tests/recovery --cov
+	$(PY) -m pytest -m "not long and not hypothesis" --timeout 600 tests/recovery tests/access --cov
 	RELAUNCH_TEST_CACHED=0 $(PY) -m pytest -n 5 -m "not long" --timeout 600 tests/workflows
 
 lint: setup

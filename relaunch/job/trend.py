@@ -89,14 +89,13 @@ def find_trend(
 def _find_middle(spans: Sequence[tuple[datetime, datetime]]) -> datetime:
     """Return until when half of the time of all jobs has passed."""
     half = sum((end - start for start, end in spans), NONE) / 2
-    passed, running, before = NONE, 0, spans[0][0]
-    changes = sorted([(start, 1) for start, _ in spans] + [(end, -1) for _, end in spans])
-    for at, change in changes:
-        gained = running * (at - before)
-        if running and passed + gained >= half:
-            return before + (half - passed) / running
-        passed, running, before = passed + gained, running + change, at
-    return before
+    changes = iter(sorted([(start, 1) for start, _ in spans] + [(end, -1) for _, end in spans]))
+    at, change = next(changes)
+    passed, running, before = NONE, 0, at
+    while not running or passed + running * (at - before) < half:
+        passed, running, before = passed + running * (at - before), running + change, at
+        at, change = next(changes)
+    return before + (half - passed) / running
 
 
 def _measure(

@@ -136,6 +136,8 @@ def _apply_command(state: FleetState, command: PersonCommand, now: datetime) -> 
             return breaker.pause_repairs(state, command, now)
         case ResumeCommand():
             return breaker.resume_repairs(state, command, now)
+        case _:
+            assert_never(command)
 
 
 def _describe_command(command: PersonCommand) -> tuple[Permission, str]:
@@ -151,6 +153,8 @@ def _describe_command(command: PersonCommand) -> tuple[Permission, str]:
             return "pause", "pause repairs"
         case ResumeCommand():
             return "pause", "resume repairs"
+        case _:
+            assert_never(command)
 
 
 def schedule(state: FleetState, now: datetime, under_way: frozenset[str]) -> ScheduleResult:

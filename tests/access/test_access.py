@@ -30,6 +30,7 @@ from relaunch.access.orders import (
 )
 from relaunch.access.signatures import SignatureError, verify
 from relaunch.cli.app import app
+from relaunch.pool.events import FleetFileContent, PauseCommand, ResumeCommand
 from relaunch.spec.access import RESEARCHER, ROLES, Access, Permission
 from tests.access.keys import make_key, read_public, sign, sign_order
 from tests.access.table import (
@@ -41,6 +42,7 @@ from tests.access.table import (
     format_table,
     read_page,
 )
+from tests.recovery.fleet_builders import Desk
 
 pytestmark = pytest.mark.skipif(
     shutil.which("ssh-keygen") is None, reason="ssh-keygen is not installed"
@@ -222,6 +224,22 @@ def test_a_signature_is_of_one_order_alone(
     order = PersonOrder("repair", "reboot n2", "", signed)
     verdict = check_order(make_access(keys), "gpus", order, NOW)
     assert (verdict.refusal == "") is is_valid
+
+
+def test_a_fleet_obeys_a_signature_once(
+    keys: dict[str, Path], proofs: dict[str, SignedText]
+) -> None:
+    desk = Desk()
+    desk.now = NOW
+    desk.go(FleetFileContent("act", desk.specs, desk.limits, access=make_access(keys)))
+    desk.go(PauseCommand("new switch", "mallory", signed=proofs["ada"]))
+    assert desk.state.breaker.paused.startswith("ada:"), "who signed it, not who it says"
+    (used,) = desk.state.used_proofs
+    desk.go(ResumeCommand("done", "mallory", signed=proofs["olaf"]))
+    assert not desk.state.breaker.paused and desk.state.used_proofs[0] == used
+    desk.go(PauseCommand("new switch", "mallory", signed=proofs["ada"]))
+    assert not desk.state.breaker.paused
+    assert "refused: mallory (claimed) may not pause repairs" in desk.state.notices[-1]
 
 
 @pytest.mark.parametrize(

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
+from relaunch.access.orders import REPAIR_PROOF_LIFETIME
 from relaunch.evidence.findings import Verdict
 from relaunch.pool.events import (
     FleetFileContent,
     GrantMessage,
     PauseCommand,
     PermitMessage,
+    PermitRequestEvent,
     QuarantineCommand,
     RepairRequest,
     ResumeCommand,
 )
 from relaunch.pool.messages import Permit, Place
 from relaunch.pool.state import NodeStatus
+from relaunch.spec.access import Access
 from tests.recovery.fleet_builders import T0, Desk, began, ended, nodes, permit, suspect
 
 EIGHT = nodes("n1", "n2", "n3", "n4", "n5", "n6", "n7", "n8")
 RESUME = ResumeCommand("looked at it", "grace")
+ACCESS = Access.model_validate({"people": {"grace": {"role": "admin"}}})
 
 
 def fail(desk: Desk, *names: str, seq: int = 1) -> None:
@@ -284,3 +289,42 @@ def test_grants_come_with_permits_in_one_settling() -> None:
     desk = Desk()
     desk.learn(permit("n2"))
     assert {type(order) for order in desk.claim("a", 1)} == {PermitMessage, GrantMessage}
+
+
+# --- signatures
+
+
+def test_one_signature_orders_one_repair() -> None:
+    desk = Desk(*EIGHT)
+    desk.go(FleetFileContent("act", EIGHT, desk.limits, access=ACCESS))
+    first = signed("n2", "r1")
+    desk.go(first)
+    assert allowed(desk) == {"n2": True}
+    (used,) = desk.state.used_proofs
+    assert (used.nonce, used.run, used.until) == ("n-1", "r1", desk.now + REPAIR_PROOF_LIFETIME)
+    desk.go(signed("n2", "r1", seq=2))
+    assert allowed(desk) == {"n2": True}, "its next step"
+    assert desk.state.used_proofs == (used,)
+    desk.go(signed("n3", "r2"))
+    (told,) = desk.of(PermitMessage)
+    assert not told.permit.allowed
+    assert told.permit.reason == (
+        "the signature of this order was used for another repair; order it again"
+    )
+    desk.now += REPAIR_PROOF_LIFETIME
+    desk.go(signed("n4", "r3"))
+    assert allowed(desk) == {"n4": True}
+    assert [one.run for one in desk.state.used_proofs] == ["r3"], "the older one has expired"
+
+
+def test_a_fleet_without_rules_notes_no_signature() -> None:
+    desk = Desk(*EIGHT)
+    desk.go(signed("n2", "r1"), signed("n3", "r2"))
+    assert allowed(desk) == {"n2": True, "n3": True}
+    assert desk.state.used_proofs == ()
+
+
+def signed(node: str, run: str, seq: int = 1) -> PermitRequestEvent:
+    """A request of a repair that a person has ordered, whose signature is always the same one."""
+    request = permit(node, seq=seq, run=run)
+    return replace(request, request=replace(request.request, nonce="n-1"))

@@ -767,3 +767,11 @@ def test_a_rank_whose_exit_does_not_say_how_it_failed(
     assert (diagnosis.nodes, diagnosis.ranks) == (("n2",), (3,))
     assert diagnosis.by_program
     assert ("boom" in diagnosis.traceback) is (root.unfinished == "alive")
+
+
+def test_a_lost_node_is_named_before_a_rank_that_has_not_ended() -> None:
+    job, _ = step(running(), NodeUnreachable(1, "n1", timedelta(0), "no answer within 5 s"))
+    unfinished = fault(job, exited(log_tail=BOOM, unfinished="alive"))
+    found = blame_lost_nodes(job, unfinished, diagnose(job, unfinished))
+    assert (found.cause, found.nodes) == (Cause.NODE_LOST, ("n1",))
+    assert found.reason.endswith("; then rank 3 on n2 failed and has not ended yet")

@@ -608,3 +608,12 @@ def test_a_driver_that_hangs_again_is_not_reset_again(snapshot: SnapshotAssertio
     assert (rebooted.strategy, rebooted.reason) == (Strategy.REBOOT_NODE, snapshot)
     left = then(replace(BEGUN, healed=(RESET_0, REBOOTED)), HUNG, HUNG, HUNG)
     assert (left.kind, left.reason) == ("FinishRepair", snapshot)
+
+
+def test_a_strategy_that_was_not_needed_was_not_tried() -> None:
+    before = apply_examination(BEGUN, RESETTABLE, at(0))
+    state = replace(reset(), recovered=True, cancel_reason="the job has ended")
+    withdrawn = FinishRepair("refused", Verdict.HEALTHY, "a probe finds no fault any more")
+    then = apply_strategy_end(before, state, withdrawn, at(20))
+    assert (then.tried, then.health, then.cancel_reason) == ((), None, "the job has ended")
+    assert then.log[-1].reason == withdrawn.reason

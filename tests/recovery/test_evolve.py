@@ -6,13 +6,15 @@ Ranks it found, progress, archives, changes, and answers to no question.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
+from relaunch.evidence.causes import Cause
+from relaunch.job import copies
 from relaunch.job.apply import list_changed_keys
 from relaunch.job.decide import check_declaration, is_stale
 from relaunch.job.events import (
@@ -32,10 +34,11 @@ from relaunch.job.events import (
     StepReached,
     SubmissionRaised,
     Submitted,
+    SubmitterChecked,
     WorkflowReset,
 )
-from relaunch.job.incidents import KEPT_DECISIONS
-from relaunch.job.state import Ignore, JobState, Next, Progress, Relaunch
+from relaunch.job.incidents import KEPT_DECISIONS, name_foreign_processes
+from relaunch.job.state import Diagnosis, Ignore, JobState, Next, Progress, Relaunch
 from relaunch.spec.policy import Strategy
 from tests.recovery.builders import (
     T0,
@@ -50,6 +53,7 @@ from tests.recovery.builders import (
     play,
     policy,
     raised,
+    record,
     relaunched,
     rungs,
     running,
@@ -312,3 +316,25 @@ def test_a_node_that_the_watch_hears_is_not_taken_for_dead(snapshot: SnapshotAss
     stopping = walk(running(), (this(CancelRequested("", "ada")), "CANCELLED 130"))
     # nothing watches it any more
     assert check_declaration(stopping, "n2") == ""
+
+
+def test_the_submitter_is_who_the_fleet_has_checked() -> None:
+    job = record(running(), SubmitterChecked("ada (claimed)"))
+    assert job == replace(running(), submitted_by="ada (claimed)")
+
+
+@dataclass(frozen=True)
+class OneField:
+    value: int
+
+
+def test_a_class_of_one_field_is_copied() -> None:
+    assert copies.replace(OneField(1), value=2) == OneField(2)
+    assert copies.replace(OneField(1)) == OneField(1)
+    with pytest.raises(TypeError, match="other"):
+        copies.replace(OneField(1), other=2)
+
+
+def test_without_an_incident_no_fault_is_renamed() -> None:
+    job = running()
+    assert name_foreign_processes(job, Diagnosis(Cause.OUT_OF_MEMORY, "full"), "bob") is job

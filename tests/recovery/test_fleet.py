@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
+from relaunch.access.orders import REFUSED
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Verdict
 from relaunch.pool.events import (
@@ -21,6 +22,7 @@ from relaunch.pool.events import (
     GrantMessage,
     MalformedMessage,
     Order,
+    PauseCommand,
     PermitMessage,
     ProbeOrder,
     ProbeResults,
@@ -36,9 +38,14 @@ from relaunch.pool.restore import export_state
 from relaunch.pool.scheduler import apply_event
 from relaunch.pool.state import LiveGeneration, NodeProbe, NodeStatus, PastReason
 from relaunch.pool.status import MAX_PAST
+from relaunch.spec.access import Access
 from relaunch.spec.fleet import FleetLimits
 from relaunch.spec.policy import Strategy
 from tests.recovery.fleet_builders import T0, Desk, began, ended, look, nodes, permit, suspect
+
+ACCESS = Access.model_validate(
+    {"people": {"ada": {"role": "operator"}}, "unproven": ["submit", "pause"]}
+)
 
 DRAIN = QuarantineCommand("n1", "a fan", "grace", timedelta(minutes=30))
 
@@ -1075,3 +1082,51 @@ def test_a_reported_fault_counts_as_claimed_and_changes_no_claim() -> None:
     known = desk.state
     desk.go(report)
     assert desk.state == known, "twice is once"
+
+
+# --- who may do what
+
+
+def test_a_job_of_a_person_without_the_right_gets_no_nodes() -> None:
+    desk = Desk()
+    desk.go(FleetFileContent("act", desk.specs, desk.limits, access=ACCESS))
+    desk.claim("a", 1, submitted_by="mallory")
+    refusal = desk.grants("hopeless")["a"].reason
+    assert refusal == desk.record("a").refusal and "mallory" in refusal
+    desk.claim("b", 1, submitted_by="ada")
+    assert desk.granted() == {"b": ["n1"]}
+    assert (desk.record("b").submitter, desk.record("b").refusal) == ("ada (claimed)", "")
+    # The claims that a fleet keeps do not hold names and signatures a second time.
+    assert (desk.record("b").claim.submitted_by, desk.record("b").claim.signed) == ("", None)
+
+
+def test_a_job_that_was_launched_is_not_refused_by_newer_rules() -> None:
+    desk = Desk()
+    desk.claim("a", 1, submitted_by="mallory")
+    desk.claim("w", 4, submitted_by="mallory")
+    desk.go(FleetFileContent("act", desk.specs, desk.limits, access=ACCESS))
+    desk.claim("a", 1, seq=2, submitted_by="mallory", running=True, keep=("n1",))
+    assert not desk.record("a").refusal
+    desk.claim("w", 4, seq=2, submitted_by="mallory")
+    assert "mallory" in desk.grants("hopeless")["w"].reason, "it was not launched yet"
+
+
+def test_a_submitter_is_checked_once() -> None:
+    desk = Desk()
+    desk.go(FleetFileContent("act", desk.specs, desk.limits, access=ACCESS))
+    desk.claim("x", 4, submitted_by="ada")
+    desk.claim("a", 4, submitted_by="ada")
+    without = Access.model_validate({"people": {"grace": {"role": "admin"}}})
+    desk.go(FleetFileContent("act", desk.specs, desk.limits, access=without))
+    desk.claim("a", 3, seq=2, submitted_by="ada")
+    assert (desk.record("a").submitter, desk.record("a").refusal) == ("ada (claimed)", "")
+
+
+def test_an_order_without_the_right_to_it_is_only_noted() -> None:
+    desk = Desk()
+    desk.go(FleetFileContent("act", desk.specs, desk.limits, access=ACCESS))
+    desk.go(PauseCommand("", "mallory"))
+    assert not desk.state.breaker.paused
+    assert f"{REFUSED}mallory (claimed) may not pause repairs" in desk.state.notices[-1]
+    desk.go(PauseCommand("", "ada"))
+    assert desk.state.breaker.paused

@@ -510,3 +510,26 @@ def test_the_ledger_is_computed_again_from_recorded_steps(
 def test_a_second_is_effective_or_a_loss_or_unknown(account: Account) -> None:
     kinds = (account.is_effective, account.is_loss, account is Account.UNKNOWN)
     assert sum(kinds) == 1
+
+
+def test_a_long_incident_keeps_its_first_and_last_entries() -> None:
+    rules = policy(
+        causes={"APPLICATION": [{"strategy": "RESTART_IN_PLACE"}]},
+        max_restarts=MAX_ENTRIES,
+        no_progress_stop="off",
+        startup_stop="off",
+    )
+    turns: list[Turn] = []
+    for generation in range(1, MAX_ENTRIES):
+        began = 100.0 * generation
+        turns += [
+            (began, failed(generation, began - 1)),
+            (began + 20, Launched(generation + 1, at(began + 10), at(began + 20))),
+        ]
+    job = play(begun(policy=rules), *turns)
+    assert job.incident is not None
+    entries = job.incident.entries
+    assert len(entries) == MAX_ENTRIES
+    half = MAX_ENTRIES // 2
+    assert entries[0].begin < at(100) and entries[half - 1].end < at(100 * half)
+    assert entries[half].begin > at(100 * half) and entries[-1].end == at(began + 20)

@@ -14,7 +14,7 @@ from relaunch.evidence import exits, kernel_log, last_words, rank_log
 from relaunch.evidence.catalog import catalog
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.observations import RankError
-from relaunch.evidence.rank_log import read_rank_log
+from relaunch.evidence.rank_log import names_failure, read_rank_log
 from relaunch.job.diagnose import diagnose, diagnose_log
 from tests.recovery.builders import exited, fault, running
 
@@ -403,3 +403,31 @@ def test_no_pattern_takes_long_for_the_longest_line() -> None:
             if time.process_time() - began > limit and measure(call) > 5 * measure(unit):
                 slow.add((name, part))
     assert slow == set()
+
+
+@pytest.mark.parametrize(
+    ("lines", "said", "ends"),
+    [
+        pytest.param(raised(KEY_ERROR), None, True, id="its last words"),
+        pytest.param([*raised(KEY_ERROR), STEP], None, False, id="training went on"),
+        pytest.param([STEP], None, False, id="no exception"),
+        pytest.param([], None, False, id="nothing"),
+        pytest.param(
+            raised("RuntimeError: Connection closed by peer [10.0.0.2]:4711"),
+            None,
+            False,
+            id="it blames a peer",
+        ),
+        pytest.param([STEP], RankError(KEY_ERROR, "", None), True, id="its error file"),
+        pytest.param(
+            raised(KEY_ERROR),
+            RankError("RuntimeError: Connection closed by peer [10.0.0.2]:4711", "", None),
+            False,
+            id="an error file that blames a peer",
+        ),
+    ],
+)
+def test_a_living_process_may_have_written_why_it_ends(
+    lines: list[str], said: RankError | None, ends: bool
+) -> None:
+    assert names_failure(lines, catalog(), said) is ends

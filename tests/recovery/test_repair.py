@@ -13,7 +13,14 @@ from syrupy.assertion import SnapshotAssertion
 from relaunch.converter import shared_converter
 from relaunch.evidence.catalog import catalog
 from relaunch.evidence.findings import Verdict
-from relaunch.repair.machine import begin, decide, step
+from relaunch.repair.machine import (
+    ASKING_PROBE_INTERVALS,
+    begin,
+    decide,
+    explain_settled,
+    find_asking_interval,
+    step,
+)
 from relaunch.repair.state import (
     AskPerson,
     FinishRepair,
@@ -346,6 +353,62 @@ def test_a_node_that_rebooted_while_a_person_thought_is_examined(
     state = after(repair(mode="ask"), SAME, PersonAnswered(True, "ada", ""), BOOTED, seconds=60)
     assert isinstance(decide(state, at(60)), RunDiag)
     assert end(then(state, PASSED_AFTER_BOOT, seconds=60))[2] == snapshot
+
+
+PENDING = {"remapped": {"pending": True, "failed": False}}
+FAULT = NodeProbed(probe(gpus=nvml(gpu(0, **PENDING))))
+UNREAD = NodeProbed(probe(gpus=NO_NVML))
+OWN = {"by": "reset-gpus", "id": "repair/gpus/n2/1"}
+
+
+@pytest.mark.parametrize(
+    ("by_examination", "found", "probed", "settled"),
+    [
+        pytest.param(False, SAME, BOOTED, "n2 was rebooted meanwhile", id="rebooted"),
+        pytest.param(True, FAULT, SAME, "a probe finds no fault of n2 any more", id="recovered"),
+        pytest.param(True, UNREAD, SAME, "a probe finds no fault of n2 any more", id="unread"),
+        pytest.param(True, None, SAME, "a probe finds no fault of n2 any more", id="silent"),
+        pytest.param(True, SAME, SAME, "", id="what only an examination has found"),
+        pytest.param(True, FAULT, FAULT, "", id="still faulty"),
+        pytest.param(True, FAULT, UNREAD, "", id="not read"),
+        pytest.param(False, FAULT, SAME, "", id="a person has ordered it"),
+        pytest.param(True, FAULT, NodeProbed(probe(boot_id=...)), "", id="no boot id"),
+        pytest.param(True, FAULT, NodeProbed(probe(held=OWN)), "", id="its own order"),
+        pytest.param(True, FAULT, NoAnswer("no route"), "", id="no answer"),
+        pytest.param(True, FAULT, WaitEnded(), "", id="no probe"),
+    ],
+)
+def test_a_question_that_a_probe_makes_needless_is_withdrawn(
+    by_examination: bool, found: NodeProbed | None, probed: RepairEvent, settled: str
+) -> None:
+    first = reset(mode="ask", by_examination=by_examination)
+    asked = after(first, SAME if found is None else found)
+    assert asked.stage is Stage.ASKING, decide(asked, at(0))
+    if found is None:
+        asked = replace(asked, silent_since=at(0))
+    assert explain_settled(asked, probed, catalog()) == settled
+    state = after(asked, probed, seconds=60)
+    if not settled:
+        assert state.stage is Stage.ASKING and state.ask_until == asked.ask_until
+        return
+    assert state.ask_until is None
+    assert state.log[len(asked.log)].reason == f"{settled}; the question is withdrawn"
+    decision = decide(state, at(60))
+    if probed is BOOTED:
+        assert isinstance(decision, RunDiag) and state.proven_at == at(60)
+    else:
+        assert refusal(decision) == settled and state.recovered
+
+
+def test_the_longer_a_question_is_open_the_rarer_are_probes() -> None:
+    shortest, longest = ASKING_PROBE_INTERVALS
+    asked_for = [timedelta(0), 4 * shortest, 8 * shortest, 4 * longest, timedelta(days=9)]
+    waits = [shortest, shortest, 2 * shortest, longest, longest]
+    assert [find_asking_interval(one) for one in asked_for] == waits
+
+
+def test_a_probe_settles_only_a_question() -> None:
+    assert explain_settled(reset(mode="ask"), SAME, catalog()) == ""
 
 
 def test_an_answer_without_a_question_changes_nothing() -> None:

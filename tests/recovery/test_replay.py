@@ -444,3 +444,35 @@ def test_the_same_events_are_decided_the_same_twice() -> None:
         for _ in range(2)
     )
     assert once == twice
+
+
+def cut_off(seconds: float) -> FaultObserved:
+    """Both ranks lost their connection, and none says why."""
+    said = (
+        "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:1",
+    )
+    ranks = [exited(rank, node, code=1, log_tail=said) for rank, node in ((0, "n1"), (2, "n2"))]
+    return FaultObserved(CURRENT, tuple(ranks), 0, at(seconds))
+
+
+def test_links_that_no_line_mentions_are_not_broken() -> None:
+    rules = policy(causes={"NETWORK": [{"strategy": "RESTART_IN_PLACE", "tries": 1}, FAIL]})
+    turns = rehearsed(rules, (60, cut_off(60)), (120, cut_off(120)))
+    assert [(event, decision) for _, event, decision in turns[2:]] == [
+        ("FaultObserved", "Relaunch RESTART_IN_PLACE"),
+        ("Launched", "Wait RUNNING"),
+        ("FaultObserved", "Examine links"),
+        ("NodesExamined", "Stop FAILED"),
+    ]
+
+
+def test_a_gpu_that_no_line_says_others_use_is_free() -> None:
+    full = error("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
+    rules = policy(causes={"OUT_OF_MEMORY": [{"strategy": "RESTART_IN_PLACE", "tries": 1}, FAIL]})
+    rank = exited(code=1, error=full, seconds=60)
+    turns = rehearsed(rules, (60, FaultObserved(CURRENT, (rank,), 0, at(60))))
+    assert [(event, decision) for _, event, decision in turns[2:]] == [
+        ("FaultObserved", "Examine foreign processes"),
+        ("NodesExamined", "Relaunch RESTART_IN_PLACE"),
+        ("Launched", "Wait RUNNING"),
+    ]

@@ -14,6 +14,7 @@ from relaunch.job.accounts import Account, Ledger, LedgerEntry
 from relaunch.job.report import (
     JobRecord,
     Report,
+    describe_trend,
     estimate_ettr,
     format_span,
     make_report,
@@ -308,6 +309,16 @@ def test_an_incident_that_lasts_into_a_period_counts_there() -> None:
     assert unknown.totals == {Account.UNKNOWN: HOUR}
 
 
+def test_a_period_that_begins_in_the_queue_has_part_of_the_wait() -> None:
+    totals = {Account.QUEUED: 2 * HOUR, Account.PRODUCTIVE: HOUR}
+    ended = replace(running(), phase=Phase.SUCCEEDED, ended_at=at(3 * 3600))
+    job = replace(ended, ledger=Ledger(at(3 * 3600), totals))
+    report = make_report([JobRecord(job, ())], T0, since=at(5400))
+    assert (report.wall, set(report.totals)) == (1.5 * HOUR, set(totals))
+    report = make_report([JobRecord(job, ())], T0, since=at(7200))
+    assert report.totals == {Account.PRODUCTIVE: HOUR}
+
+
 def test_an_open_incident_is_charged_up_to_now() -> None:
     job = running()
     job = replace(
@@ -337,3 +348,43 @@ def test_a_job_that_was_just_submitted_has_no_share() -> None:
 )
 def test_times_have_their_two_largest_units(seconds: float, text: str) -> None:
     assert format_span(timedelta(seconds=seconds)) == text
+
+
+@pytest.mark.parametrize(
+    ("hours", "sentence", "summary"),
+    [
+        pytest.param((), "", "", id="no faults"),
+        pytest.param((3, 9), "no clear change: 1 interruption (MTBF 5 h) since ", "", id="few"),
+        pytest.param(
+            (6, 6.5, 7, 7.5, 8, 8.5, 9),
+            "getting worse: 7 interruptions (MTBF 42 m 51 s) since ",
+            "; getting worse",
+            id="more and more",
+        ),
+        pytest.param(
+            (1, 1.5, 2, 2.5, 3, 3.5, 4),
+            "getting better: 0 interruptions since ",
+            "; getting better",
+            id="less and less",
+        ),
+    ],
+)
+def test_a_trend_is_a_sentence(hours: tuple[float, ...], sentence: str, summary: str) -> None:
+    faults = tuple(
+        replace(priced(number, launching=1), opened=at(hour * 3600))
+        for number, hour in enumerate(hours, start=1)
+    )
+    end = at(10 * 3600)
+    job = replace(running(), phase=Phase.SUCCEEDED, ended_at=end)
+    totals = {Account.PRODUCTIVE: 10 * HOUR}
+    job = replace(job, incidents=faults, ledger=Ledger(end, totals))
+    report = make_report([JobRecord(job, faults)], end)
+    assert describe_trend(report).startswith(sentence)
+    assert bool(describe_trend(report)) is bool(hours)
+    said = summarize(report)
+    assert said.endswith(summary) and ("getting" in said) is bool(summary)
+
+
+def test_jobs_without_time_have_no_trend_to_describe() -> None:
+    job = replace(running(), ledger=Ledger(T0))
+    assert describe_trend(make_report([JobRecord(job, ())], T0)) == ""

@@ -10,6 +10,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 from syrupy.assertion import SnapshotAssertion
 
+from relaunch.evidence.causes import Cause
 from relaunch.fields import Duration, duration, parse_reason
 from relaunch.spec.fleet import (
     Channel,
@@ -17,6 +18,9 @@ from relaunch.spec.fleet import (
     FleetNode,
     FleetSpec,
     NoticeEvent,
+    describe_untaken,
+    find_severity,
+    find_untaken,
     name_channels,
     parse_jumps,
 )
@@ -118,6 +122,14 @@ def refusal(error: pytest.ExceptionInfo[ValidationError]) -> tuple[str, str]:
             id="a pattern with a folder",
         ),
         pytest.param(
+            {"launcher": "torchrun", "warm": ["torch"], "nproc_per_node": 1},
+            "",
+            id="a launcher that is to fork ranks",
+        ),
+        pytest.param({"warm": "torch"}, "warm", id="modules that are one string"),
+        pytest.param({"warm": ["torch", "my-module"]}, "warm", id="a name of no module"),
+        pytest.param({"redact": ["*_TOKEN", "s3cret!"]}, "redact", id="a value to redact"),
+        pytest.param(
             {"checkpoint": {"directory": "out", "pattern": "{epoch}-{step}"}},
             "checkpoint",
             id="a pattern with another brace",
@@ -130,7 +142,7 @@ def test_what_a_job_file_cannot_mean_is_refused_with_a_sentence(
     with pytest.raises(ValidationError) as error:
         spec(**written)
     (one,) = error.value.errors()
-    assert one["loc"][0] == where
+    assert ".".join(map(str, one["loc"][:1])) == where
     assert one["msg"].removeprefix("Value error, ") == snapshot
 
 
@@ -474,6 +486,23 @@ def channels(*written: dict[str, Any]) -> tuple[Channel, ...]:
         ({"events": ["failed"]}, "notify.0", "exactly one address"),
         ({"apprise": "slack://s3cret", "secret": {"env": "KEY"}}, "notify.0", "webhook"),
         ({"webhook": HOOK, "events": []}, "notify.0.events", "at least 1 item"),
+        ({"webhook": HOOK, "jobs": ["a b"]}, "notify.0.jobs.0", "'a b' matches no name of a job"),
+        (
+            {"webhook": HOOK, "events": ["failed", "quarantine"], "severities": ["critical"]},
+            "notify.0",
+            "it takes nothing: its events are failed (warning), quarantine (warning), its "
+            "severities critical",
+        ),
+        (
+            {"webhook": HOOK, "events": ["failed"], "from_reminder": 1},
+            "notify.0",
+            "and people are reminded of question and waiting only",
+        ),
+        (
+            {"webhook": HOOK, "events": ["breaker"], "jobs": ["llama-*"]},
+            "notify.0",
+            "and jobs matches none without a job",
+        ),
     ],
 )
 def test_an_impossible_channel_is_refused_without_its_address(
@@ -500,6 +529,94 @@ def test_a_channel_is_named_without_what_may_be_secret(written: dict[str, Any], 
     (channel,) = channels(written)
     assert channel.name == name and "s3cret" not in repr(channel)
     assert channel.events == get_args(NoticeEvent) and channel.causes == ()
+
+
+@pytest.mark.parametrize(
+    ("written", "matters", "others"),
+    [
+        pytest.param({}, [("failed", "HANG", "a", 0), ("breaker", None, "", 0)], [], id="all"),
+        pytest.param(
+            {"events": ["failed"]},
+            [("failed", None, "a", 0)],
+            [("waiting", None, "a", 0)],
+            id="one",
+        ),
+        pytest.param(
+            {"causes": ["HANG"]},
+            [("failed", "HANG", "a", 0), ("breaker", None, "", 0)],
+            [("failed", "STORAGE", "a", 0)],
+            id="a cause, and what has none",
+        ),
+        pytest.param(
+            {"jobs": ["llama-*", "[ab]?"]},
+            [("failed", "HANG", "llama-3", 0), ("question", None, "b1", 0)],
+            [("failed", "HANG", "c1", 0), ("question", None, "", 0), ("breaker", None, "", 0)],
+            id="some jobs",
+        ),
+        pytest.param(
+            {"jobs": ["*"]},
+            [("question", None, "a", 0)],
+            [("question", None, "", 0)],
+            id="all jobs, and what has none not",
+        ),
+        pytest.param(
+            {"severities": ["critical"]},
+            [("question", None, "a", 0), ("waiting", None, "a", 1)],
+            [("waiting", None, "a", 0), ("failed", "HANG", "a", 0)],
+            id="what is critical, or becomes it by a reminder",
+        ),
+        pytest.param(
+            {"from_reminder": 2},
+            [("question", None, "a", 2), ("waiting", None, "a", 3)],
+            [("question", None, "a", 1), ("failed", "HANG", "a", 0)],
+            id="the second reminder and later ones",
+        ),
+    ],
+)
+def test_a_channel_takes_what_it_says(
+    written: dict[str, Any], matters: list[tuple[Any, ...]], others: list[tuple[Any, ...]]
+) -> None:
+    (channel,) = channels({"webhook": HOOK, **written})
+
+    def takes(event: str, cause: str | None, job: str, reminders: int) -> bool:
+        return channel.takes(event, None if cause is None else Cause(cause), job, reminders)
+
+    assert [one for one in matters if not takes(*one)] == []
+    assert [one for one in others if takes(*one)] == []
+
+
+@pytest.mark.parametrize(
+    ("severity", "event", "reminders"),
+    [
+        *[("critical", "question", 0), ("warning", "failed", 0), ("info", "slow_node", 0)],
+        *[("critical", "waiting", 1), ("info", "test", 0)],
+    ],
+)
+def test_a_reminder_is_critical(severity: str, event: str, reminders: int) -> None:
+    assert find_severity(event, reminders) == severity
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        pytest.param([{}], id="nothing is missed"),
+        pytest.param([{"events": ["failed", "question"]}], id="some events"),
+        pytest.param([{"causes": ["HANG", "STORAGE"]}], id="some causes"),
+        pytest.param([{"causes": [cause.value for cause in Cause]}], id="each cause by its name"),
+        pytest.param([{"causes": ["HANG"]}, {"events": ["failed"]}], id="two add up"),
+        pytest.param([{"jobs": ["llama-*"]}], id="some jobs"),
+        pytest.param([{"jobs": ["*"]}], id="all jobs, and nothing else"),
+        pytest.param(
+            [{"jobs": ["llama-*"]}, {"causes": ["HANG"]}], id="some jobs, and of others one cause"
+        ),
+        pytest.param([{"from_reminder": 1}], id="reminders only"),
+    ],
+)
+def test_what_no_channel_takes_is_a_clause(
+    written: list[dict[str, Any]], snapshot: SnapshotAssertion
+) -> None:
+    told = channels(*({"webhook": HOOK, **one} for one in written))
+    assert describe_untaken(find_untaken(told)) == snapshot
 
 
 def test_channels_of_one_name_are_numbered() -> None:

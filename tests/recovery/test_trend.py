@@ -66,6 +66,8 @@ def test_jobs_with_a_pause_between_them_have_a_middle() -> None:
     trend = find_trend(spans, faults(0.5))
     assert trend is not None and trend.newer.start == at(HOUR)
     assert find_trend(((T0, T0),), []) is None
+    instant = find_trend(((T0, T0 + timedelta(microseconds=1)),), [])
+    assert instant is not None and instant.newer.start == T0
 
 
 def test_the_chance_of_two_counts_is_that_of_a_fair_coin() -> None:
