@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -296,6 +297,16 @@ async def test_keys_change_amid_a_fault_whose_worker_is_killed(
             await job.until_watched()
             os.kill(job.rank_pids()[0], signal.SIGKILL)
 
+        async def list_used() -> list[str]:
+            """The keys of the job's history, in the order of their first use."""
+            history = world.client.get_workflow_handle(f"job/{job.name}", run_id=job.run_id)
+            events = [one.SerializeToString() async for one in history.fetch_history_events()]
+            used = [key for one in events for key in re.findall(KEY_OF_PAYLOAD, one, re.DOTALL)]
+            return [key.decode() for key in dict.fromkeys(used)]
+
+        async def is_used(key: str) -> bool:
+            return key in await list_used()
+
         # Between what a worker recorded, did and would have recorded next.
         for generation, key, is_then in (
             (2, "second", is_reserved),
@@ -309,6 +320,8 @@ async def test_keys_change_amid_a_fault_whose_worker_is_killed(
             world.environment["RELAUNCH_ENCRYPTION_KEY"] = key
             await world.worker.start()
             await job.until_phase("RUNNING", generation=generation)
+            # The worker that was killed may have recorded all of it: the next one says the step.
+            await eventually(partial(is_used, key), f"nothing is written with key {key}")
         # Workers one after the other: one that has the new key works beside one that does not
         # encrypt with it yet, and which is killed.
         write_key(keys, "fifth")
@@ -332,10 +345,7 @@ async def test_keys_change_amid_a_fault_whose_worker_is_killed(
         await job.until_phase("SUCCEEDED")
         assert await violations(job, Expected((KILLED * 4,))) == []
         assert [str(one.cause) for one in await job.incidents()] == ["UNKNOWN"] * 4
-        history = world.client.get_workflow_handle(f"job/{job.name}", run_id=job.run_id)
-        events = [one.SerializeToString() async for one in history.fetch_history_events()]
-        used = [found for one in events for found in re.findall(KEY_OF_PAYLOAD, one, re.DOTALL)]
-        assert list(dict.fromkeys(used)) == [b"first", b"second", b"third", b"fourth", b"fifth"]
+        assert await list_used() == ["first", "second", "third", "fourth", "fifth"]
         database = list((tmp_path / "world").glob("temporal.db*"))
         assert find([PLANTED["variable"], "was killed by SIGKILL"], database) == set()
 

@@ -192,9 +192,8 @@ def test_a_fleets_report_names_nodes_causes_and_the_trend(service: Service) -> N
 def test_a_short_period_has_only_its_faults(service: Service) -> None:
     whole = service.report()
     last = whole["incidents"][-1]
-    # so that the last fault is within it for as long as the report takes
     part = service.report("--since", "1s")
-    assert part["wall"] < 60 < whole["wall"]
+    assert part["wall"] < whole["wall"]
     assert part["interruptions"] == 0 and part["incidents"] == []
     assert [one["opened"] for one in service.report("--since", "1d")["incidents"]][-1] == (
         last["opened"]
