@@ -14,6 +14,7 @@ from temporalio.api.enums.v1 import EventType
 from temporalio.client import Client, WorkflowHandle
 from temporalio.worker import Replayer, UnsandboxedWorkflowRunner, Worker
 
+from relaunch.temporal import data_converter
 from relaunch.workflows.runner import TaskRunner
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -74,7 +75,7 @@ def make_worker(client: Client, queue: str) -> Worker:
 
 
 async def serve(address: str, queue: str) -> None:
-    async with make_worker(await Client.connect(address), queue):
+    async with make_worker(await Client.connect(address, data_converter=data_converter()), queue):
         await asyncio.Event().wait()
 
 
@@ -110,5 +111,9 @@ async def test_a_query_before_its_task_leaves_a_replayable_history(
         assert await asked == 0
         await asyncio.wait_for(handle.result(), PATIENCE)
     history = await handle.fetch_history()
-    replayer = Replayer(workflows=[Sweeper], workflow_runner=UnsandboxedWorkflowRunner())
+    replayer = Replayer(
+        workflows=[Sweeper],
+        workflow_runner=UnsandboxedWorkflowRunner(),
+        data_converter=data_converter(),
+    )
     await replayer.replay_workflow(history)
