@@ -16,8 +16,10 @@ def decrypt(payload: Payload) -> Payload:
 
 
 def read_failure(failure: Failure) -> str:
-    """Return the message of a failure, and the stack trace below it."""
-    if not failure.HasField("encoded_attributes"):
-        return f"{failure.message}\n{failure.stack_trace}"
-    encoded = json.loads(decrypt(failure.encoded_attributes).data)
-    return f"{encoded['message']}\n{encoded['stack_trace']}"
+    """Return the message of a failure, the stack trace below it, and the same of its causes."""
+    message, trace = failure.message, failure.stack_trace
+    if failure.HasField("encoded_attributes"):
+        encoded = json.loads(decrypt(failure.encoded_attributes).data)
+        message, trace = encoded["message"], encoded["stack_trace"]
+    cause = f"\n{read_failure(failure.cause)}" if failure.HasField("cause") else ""
+    return f"{message}\n{trace}{cause}"

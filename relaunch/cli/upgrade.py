@@ -34,10 +34,9 @@ START_TIMEOUT_S = 30.0
 MISSING_QUEUES = "is missing active task queues"
 """What the server says of a build that does not poll for every kind of task that the current one
 polls for."""
-WAKE_AGAIN_AFTER_S = 4.0
-"""Seconds before a workflow that has not moved is woken a second time."""
-STUCK_AFTER_S = 5.0
-"""Seconds after which a workflow that has not moved is looked at. Visibility is a second behind."""
+STUCK_AFTER_S = 4.0
+"""Seconds after which a workflow that has not moved is looked at and woken again. Visibility is a
+second behind."""
 
 
 def parse_within(text: str) -> timedelta:
@@ -187,15 +186,15 @@ class _Move:
         self._client, self._queue, self._target = client, task_queue, target
         self._others = others
         """Builds that something may be on; the empty one is that of tasks which all failed."""
-        self._seen: dict[str, float] = {}
-        """When each was first seen on another build, by its run id."""
-        self._wakes: dict[str, tuple[float, float]] = {}
-        """When each is to be woken again, and how long after that once more."""
-        self._looked_at: set[str] = set()
+        self._tries: dict[str, tuple[float, float]] = {}
+        """When each that was seen on another build is tried again, by its run id, and how long
+        after that once more."""
+        self._must_stay: set[str] = set()
+        """Runs that the current build would not have decided as they are."""
 
     @property
     def count(self) -> int:
-        return len(self._seen)
+        return len(self._tries)
 
     async def wait(self, within: timedelta) -> list[tuple[RunningWorkflow, str]]:
         """Wait until all have moved; return those that have not after `within`, with their
@@ -217,20 +216,24 @@ class _Move:
             for workflow in await list_running(self._client, self._queue, build)
         ]
         for workflow, _ in left:
-            since = self._seen.setdefault(workflow.run_id, time.monotonic())
-            if workflow.type != "NodeRepair":  # it ends on the build that it began on
-                await self._wake(workflow)
-            if time.monotonic() - since > STUCK_AFTER_S and workflow.run_id not in self._looked_at:
-                self._looked_at.add(workflow.run_id)
-                await self._rescue(workflow)
+            await self._try(workflow)
         return left
 
-    async def _wake(self, workflow: RunningWorkflow) -> None:
+    async def _try(self, workflow: RunningWorkflow) -> None:
         """Wake a workflow, and again after pauses that double: the server may not know yet, where
-        it makes the task of the first signal, which build is current now."""
-        due, pause = self._wakes.get(workflow.run_id, (0.0, WAKE_AGAIN_AFTER_S))
-        if time.monotonic() >= due:
-            self._wakes[workflow.run_id] = time.monotonic() + pause, 2 * pause
+        it makes the task of the first signal, which build is current now.
+
+        Before it is woken again its tasks are looked at: a signal begins a new task, which has not
+        failed yet.
+        """
+        due, pause = self._tries.get(workflow.run_id, (0.0, STUCK_AFTER_S))
+        if time.monotonic() < due:
+            return
+        is_first = workflow.run_id not in self._tries
+        self._tries[workflow.run_id] = time.monotonic() + pause, 2 * pause
+        if not is_first and workflow.run_id not in self._must_stay:
+            await self._rescue(workflow)
+        if workflow.type != "NodeRepair":  # it ends on the build that it began on
             await wake(self._client, workflow)
 
     async def _rescue(self, workflow: RunningWorkflow) -> None:
@@ -255,6 +258,7 @@ class _Move:
 
             converter = self._client.data_converter
             if await find_difference(history, self._client.namespace, converter):
+                self._must_stay.add(workflow.run_id)
                 return
         await hand_over(self._client, workflow, self._queue, self._target)
 

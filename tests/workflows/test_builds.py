@@ -6,20 +6,20 @@ import asyncio
 import uuid
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from temporalio import activity, workflow
 from temporalio.api.deployment.v1 import WorkerDeploymentVersion
 from temporalio.api.workflowservice.v1 import DescribeWorkerDeploymentVersionRequest
-from temporalio.client import Client
+from temporalio.client import Client, WorkflowHistory
 from temporalio.runtime import Runtime, TelemetryConfig
 from temporalio.service import RPCError, RPCStatusCode
 from temporalio.worker import Worker
 
-from relaunch.builds import deployment, list_running, make_current, read_builds
+from relaunch.builds import RunningWorkflow, deployment, list_running, make_current, read_builds
 from relaunch.cli import upgrade as upgrades
-from relaunch.cli.upgrade import MISSING_QUEUES, rollback, upgrade
+from relaunch.cli.upgrade import MISSING_QUEUES, PendingTask, rollback, upgrade
 from relaunch.job.state import Phase
 from tests.chaos.world import eventually
 from tests.workflows.rig import Job, Rig, rig, worker
@@ -169,3 +169,41 @@ async def test_a_job_whose_server_learns_late_of_a_build_still_moves(
             await asyncio.gather(*late)
             await job.handle.signal("cancel", {"reason": "enough"})
             await job.result()
+
+
+async def test_a_workflow_whose_tasks_fail_later_is_still_handed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A signal that wakes it begins a new task, which has not failed yet when it is looked at."""
+    stuck = RunningWorkflow("job/a", "r1", "TrainingJob")
+    attempts, done = iter((1, 1, 3)), list[str]()
+
+    async def list_stuck(client: Client, queue: str, build: str) -> list[RunningWorkflow]:
+        return [] if "handed over" in done else [stuck]
+
+    async def read_task(client: Client, workflow: RunningWorkflow) -> PendingTask:
+        return PendingTask(next(attempts))
+
+    async def note_wake(client: Client, workflow: RunningWorkflow) -> None:
+        done.append("woken")
+
+    async def note_hand_over(client: Client, workflow: RunningWorkflow, *to: str) -> None:
+        assert to == ("q", "second")
+        done.append("handed over")
+
+    class Handle:
+        async def fetch_history(self) -> WorkflowHistory:
+            return WorkflowHistory("job/a", [])  # no task of this run was completed
+
+    class Server:
+        def get_workflow_handle(self, id: str, *, run_id: str) -> Handle:
+            return Handle()
+
+    monkeypatch.setattr(upgrades, "list_running", list_stuck)
+    monkeypatch.setattr(upgrades, "read_task", read_task)
+    monkeypatch.setattr(upgrades, "wake", note_wake)
+    monkeypatch.setattr(upgrades, "hand_over", note_hand_over)
+    monkeypatch.setattr(upgrades, "STUCK_AFTER_S", 0.01)
+    moving = upgrades._Move(cast(Client, Server()), "q", "second", ("first",))
+    assert await moving.wait(timedelta(seconds=60)) == []
+    assert done[:4] == ["woken", "woken", "woken", "handed over"] and moving.count == 1

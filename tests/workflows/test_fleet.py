@@ -23,6 +23,7 @@ from relaunch.pool.messages import Suspect
 from relaunch.pool.state import FleetState, NodeRecord, NodeStatus
 from relaunch.spec.fleet import FleetNode
 from tests.fakes.nodes import Script, Sick, Takes
+from tests.payloads import read_failure
 from tests.workflows.claimants import claimants, eventually, fleet_state, until_fleet
 from tests.workflows.conftest import MakeRig
 from tests.workflows.rig import Rig
@@ -611,10 +612,10 @@ async def test_an_unforeseen_error_fails_the_workflow_task_only(
     async with make(make_rig, nodes=1) as rig:
         await rig.tell_fleet("pause")
 
-        async def failed() -> list[Any]:
+        async def failed() -> list[str]:
             events = (await rig.fleet.fetch_history()).events
             return [
-                event
+                read_failure(event.workflow_task_failed_event_attributes.failure)
                 for event in events
                 if event.event_type == EventType.EVENT_TYPE_WORKFLOW_TASK_FAILED
             ]
