@@ -226,6 +226,11 @@ async def connect_with(credentials: Credentials, target: str) -> Client:
         raise explain_failure(str(error), target, credentials, datetime.now(UTC)) from None
 
 
+BROKEN_CONNECTION = ("transport error", "h2 protocol error", "error reading a body from connection")
+"""Messages of the SDK's native part (tonic and hyper) for a call whose server was killed. They come
+as UNKNOWN or INTERNAL, and not as UNAVAILABLE."""
+
+
 def explain_refusal(error: RPCError) -> ConfigError:
     """Return the sentence for a call that the server, or a proxy before it, refused."""
     try:
@@ -235,6 +240,11 @@ def explain_refusal(error: RPCError) -> ConfigError:
     code = error.status.name.title().replace("_", "")
     target = credentials.config.get("target_host")
     found = explain_answer(code, error.message, target, credentials) if target else None
+    if found is None and any(one in error.message for one in BROKEN_CONNECTION):
+        return ServerUnavailable(
+            f"the connection to the Temporal server broke: {error.message}; expected a server that"
+            " goes on"
+        )
     return found or ConfigError(
         f"the Temporal server refused the request: {error.message} ({error.status.name})"
     )

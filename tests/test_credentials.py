@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from temporalio.service import RPCError, RPCStatusCode
 
 from relaunch.cli.doctor import examine_certificates
 from relaunch.config import ConfigError
@@ -25,7 +26,7 @@ from relaunch.credentials import (
     find_expiry,
     read_credentials,
 )
-from relaunch.temporal import connect, make_embedded_environment, write_up
+from relaunch.temporal import connect, explain_refusal, make_embedded_environment, write_up
 from tests.tls import DAY, Authority, answer_http, listen, use_tls
 
 NEVER = Path("/nonexistent")
@@ -169,6 +170,24 @@ async def test_what_may_heal_can_be_told_apart(
         failed = await fail(monkeypatch, address, **use_tls(folder, "alice"))
     assert isinstance(failed, ServerUnavailable)
     assert expected in str(failed)
+
+
+@pytest.mark.parametrize(
+    ("message", "status", "may_heal"),
+    [
+        # A worker got this whose server was killed while it started, on 2026-11-27.
+        ("transport error", RPCStatusCode.UNKNOWN, True),
+        ("h2 protocol error: error reading a body", RPCStatusCode.INTERNAL, True),
+        ("namespace is invalid", RPCStatusCode.INVALID_ARGUMENT, False),
+    ],
+)
+def test_a_broken_connection_is_no_refusal(
+    monkeypatch: pytest.MonkeyPatch, message: str, status: RPCStatusCode, may_heal: bool
+) -> None:
+    monkeypatch.setenv("TEMPORAL_ADDRESS", "temporal.lab:7233")
+    found = explain_refusal(RPCError(message, status, b""))
+    assert isinstance(found, ServerUnavailable) is may_heal
+    assert message in str(found) and ("refused" in str(found)) is not may_heal
 
 
 def test_blank_variables_count_as_unset() -> None:
