@@ -341,11 +341,6 @@ def explain_failure(
         )
     if answer is not None:
         return answer
-    if status is None:
-        return ConfigError(
-            f"{server} cannot be used: {_join(Exception(error))}; expected the host:port of a "
-            "running server"
-        )
     if re.search("connection closed|ConnectionReset|BrokenPipe|UnexpectedEof", error):
         if credentials.has_tls and not credentials.certificate and not credentials.api_key_origin:
             # How OpenSSL refuses in TLS 1.3: its alert comes together with the end.
@@ -354,6 +349,11 @@ def explain_failure(
         accepts = f" that accepts {credentials.certificate}" if credentials.certificate else ""
         return ServerUnavailable(
             f"{server} closed the connection: expected a running server{accepts}"
+        )
+    if status is None:
+        return ConfigError(
+            f"{server} cannot be used: {_join(Exception(error))}; expected the host:port of a "
+            "running server"
         )
     if not credentials.has_tls and "http2 error" in error:
         return ConfigError(

@@ -23,6 +23,7 @@ from relaunch.credentials import (
     Credentials,
     ServerUnavailable,
     describe_expiry,
+    explain_failure,
     find_expiry,
     read_credentials,
 )
@@ -188,6 +189,17 @@ def test_a_broken_connection_is_no_refusal(
     found = explain_refusal(RPCError(message, status, b""))
     assert isinstance(found, ServerUnavailable) is may_heal
     assert message in str(found) and ("refused" in str(found)) is not may_heal
+
+
+def test_a_reset_while_connecting_may_heal() -> None:
+    """A worker got this whose server was killed as it connected, on 2026-11-27."""
+    error = (
+        "Failed client connect: Server connection error: tonic::transport::Error(Transport, "
+        'hyper::Error(Io, Os { code: 104, kind: ConnectionReset, message: "Connection reset by '
+        'peer" }))'
+    )
+    found = explain_failure(error, "temporal.lab:7233", Credentials({}), datetime.now(UTC))
+    assert isinstance(found, ServerUnavailable) and "closed the connection" in str(found)
 
 
 def test_blank_variables_count_as_unset() -> None:
