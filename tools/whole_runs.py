@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -48,16 +50,23 @@ def run_once(number: int, work: Path, commit: str, python: str) -> Row:
     before = processor_seconds()
     began = time.monotonic()
     try:
-        with (work / f"run-{number}.log").open("w") as log:
-            code = subprocess.run(
+        with (
+            (work / f"run-{number}.log").open("w") as log,
+            subprocess.Popen(
                 ["make", "test"],
                 cwd=clone,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                check=False,
-            ).returncode
+                start_new_session=True,
+            ) as test,
+        ):
+            try:
+                code = test.wait()
+            except BaseException:
+                os.killpg(test.pid, signal.SIGTERM)  # else the tests run on without this program
+                raise
         ended, used = time.monotonic(), processor_seconds() - before
     finally:
         for loop in busy:
@@ -128,6 +137,7 @@ def main() -> int:
         commit = subprocess.run(
             ["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True
         ).stdout.strip()
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         while len(rows) < arguments.runs:
             row = run_once(len(rows) + 1, work, commit, arguments.python)
             rows.append(row)

@@ -50,6 +50,10 @@ SURVIVABLE = frozenset(
 while, until the next collective. So it may after the notice that its node will be taken away: that
 is no fault of the past, unless an exception ends the program first."""
 
+OUTSIDE_KILL = "log limit_kill"
+"""The code of what a batch system prints when it kills a job. Nothing survives that, but processes
+go on to print until the signal reaches them."""
+
 _AFTERMATH = re.compile(
     r"\bNCCL INFO\b|\] INFO \S+:\d+ -> \d|Sending process \d+ closing signal|^\s*frame #\d+: "
     r"|^slurmstepd: error: Failed to send MESSAGE_TASK_EXIT|Bypassing signal SIG"
@@ -134,6 +138,7 @@ def read_rank_log(
         n: one
         for n, one in around.items()
         if n > trained
+        or one.code == OUTSIDE_KILL
         or not (one.cause in SURVIVABLE or (has_exception and one.cause is Cause.PREEMPTED))
     }
     lived = {n: one for n, one in fatal.items() if not reader.is_recovered(n, one)}

@@ -412,7 +412,9 @@ def test_an_order_with_wrong_names_for_ranks_is_refused_by_name(launch: Launch) 
 def test_a_missing_command_of_ranks_is_reported_in_their_output(launch: Launch) -> None:
     launch.run(["no-such-program"])
     told = launch.node.watch().read_observation("RankExited")
-    assert all("no-such-program" in one["log_tail"][-1] for one in told["launched"])
+    tails = [one["log_tail"] for one in told["launched"]]
+    # The launcher ends the second rank for the first one, maybe before it has written anything.
+    assert any(tails) and all("no-such-program" in tail[-1] for tail in tails if tail)
     assert "exitcode  : 127" in "\n".join(told["log_tail"])
 
 

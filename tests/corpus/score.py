@@ -22,6 +22,8 @@ from tests.corpus.ending import ENDINGS, Ending, RankEnding, is_held_out, read_e
 from tests.recovery.builders import running
 
 BEGAN = datetime(2026, 11, 23, tzinfo=UTC)
+KILLED = (RankEnding(rank=0, exit="SIGKILL"),)
+"""Whose ending a kernel log is that was published without its job."""
 
 
 class Judged(NamedTuple):
@@ -35,7 +37,7 @@ class Judged(NamedTuple):
 
 
 def judge_all() -> list[Judged]:
-    """Judge every ending in which a rank fails."""
+    """Judge every ending."""
     endings = ((path.name, read_ending(path)) for path in sorted(ENDINGS.glob("*.yaml")))
     judged = ((name, ending, diagnose_ending(ending)) for name, ending in endings)
     return [Judged(name, ending, cause) for name, ending, cause in judged if cause is not None]
@@ -43,7 +45,8 @@ def judge_all() -> list[Judged]:
 
 def diagnose_ending(ending: Ending) -> Cause | None:
     """Return the cause that `diagnose` names for an ending; None: no rank fails in it."""
-    ends = [_observe(one, ending, at) for at, one in enumerate(ending.ranks)]
+    ranks = ending.ranks or KILLED
+    ends = [_observe(one, ending, at) for at, one in enumerate(ranks)]
     exits = tuple(one for one in ends if one.failed)
     if not exits:
         return None
@@ -63,6 +66,7 @@ def _observe(one: RankEnding, ending: Ending, at: int) -> RankExited:
         at=BEGAN + timedelta(seconds=one.after),
         log_tail=tuple(one.log.splitlines()),
         kernel=tuple(ending.kernel.splitlines()) if at == 0 else (),
+        pid=one.pid,
     )
 
 

@@ -80,6 +80,11 @@ def chained(*errors: str, by: str = DIRECT) -> list[str]:
             id="a mistake of the user that training went on after",
         ),
         pytest.param(
+            ["slurmstepd: error: Job 7 exceeded memory limit (626 > 512), being killed", STEP],
+            "OUT_OF_MEMORY",
+            id="training goes on until a batch system's signal arrives",
+        ),
+        pytest.param(
             ["Pod was preempted", STEP, "acme: bye"],
             "PREEMPTED",
             id="a node is left some time to train after the notice",
