@@ -9,6 +9,9 @@ The server also keeps the tasks of a workflow for the worker that has it in its 
 successor has it forget this for each workflow that its predecessor had, before it reports any
 watch: what follows from the report is then decided at once. A workflow that another worker has
 taken meanwhile only loses its place there, and is read again from its history.
+
+A watch that the server had just given to the predecessor when that was killed has no record. The
+successor asks the server for it, for each workflow of which no watch was recorded.
 docs/decisions/0077-a-killed-worker-and-a-lone-run.md.
 """
 
@@ -21,7 +24,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -30,8 +33,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from temporalio.api.common.v1 import WorkflowExecution
-from temporalio.api.workflowservice.v1 import ResetStickyTaskQueueRequest
-from temporalio.client import Client
+from temporalio.api.enums.v1 import PendingActivityState
+from temporalio.api.workflowservice.v1 import (
+    DescribeWorkflowExecutionRequest,
+    ResetStickyTaskQueueRequest,
+)
+from temporalio.client import AsyncActivityHandle, Client
 from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError, RPCStatusCode
 
@@ -43,6 +50,9 @@ MAX_REPORTS = 16
 """Most reports to the server at once: more would be a burst on one that has other work."""
 RESET_TIMEOUT = timedelta(seconds=5)
 LOCK = "lock"
+"""The file that is locked, with the name by which the server knows the worker."""
+WATCH = "watch_ranks"
+"""The activity that is recorded."""
 RUNS_SUFFIX = "-runs"
 """Of the folder of runs, beside that of watches: a worker of 0.1.0 that takes over takes each file
 of the latter for a watch."""
@@ -69,15 +79,20 @@ class RunningWatches:
         self._acknowledged: dict[bytes, tuple[str, float]] = {}
         """By task token: the fleet, and when the server last acknowledged a heartbeat."""
 
-    def open(self) -> None:
+    def open(self, identity: str = "") -> None:
         """Begin to record. If the folder cannot be written, say so and go on without: a successor
-        then waits for the time-outs of the watches."""
+        then waits for the time-outs of the watches.
+
+        Args:
+            identity: The name by which the server knows this worker.
+        """
         own = self._folder / uuid.uuid4().hex
         runs = self._runs_folder / own.name
         try:
             own.mkdir(parents=True, mode=0o700)
             self._lock = os.open(own / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
+            (own / LOCK).write_text(identity)
             runs.mkdir(parents=True, mode=0o700)
         except OSError as error:
             log.warning(
@@ -171,9 +186,14 @@ async def _take_over(client: Client, folders: Sequence[Path], runs: Sequence[Pat
     refused = [token for token, is_taken in zip(tokens, taken, strict=True) if not is_taken]
     again = [run for run in cached if any(run[1].encode() in token for token in refused)]
     await asyncio.gather(*(call(partial(_release, client, *run)) for run in again))
+    dead = {(folder / LOCK).read_text() for folder in folders}
+    unrecorded = [run for run in cached if not any(run[1].encode() in token for token in tokens)]
+    found = await asyncio.gather(
+        *(call(partial(_report_unrecorded, client, dead, *run)) for run in unrecorded)
+    )
     for folder in (*runs, *folders):
         shutil.rmtree(folder, ignore_errors=True)
-    return sum(taken)
+    return sum(taken) + sum(found)
 
 
 def _write(file: Path, content: bytes) -> None:
@@ -201,15 +221,48 @@ def _lock_dead(folder: Path) -> int | None:
     return lock
 
 
+async def _report_unrecorded(
+    client: Client, dead: Collection[str], workflow_id: str, run_id: str
+) -> int:
+    """Report the watch of a workflow as failed if a dead worker has it; return 1 then, else 0."""
+    request = DescribeWorkflowExecutionRequest(
+        namespace=client.namespace,
+        execution=WorkflowExecution(workflow_id=workflow_id, run_id=run_id),
+    )
+    try:
+        described = await client.workflow_service.describe_workflow_execution(
+            request, timeout=RESET_TIMEOUT
+        )
+    except RPCError as refusal:
+        if refusal.status is not RPCStatusCode.NOT_FOUND:  # it has ended, and is gone
+            log.warning("a watch of %s is taken over later: %s", workflow_id, refusal)
+        return 0
+    for pending in described.pending_activities:
+        if (
+            pending.activity_type.name == WATCH
+            and pending.state == PendingActivityState.PENDING_ACTIVITY_STATE_STARTED
+            and pending.last_worker_identity in dead
+        ):
+            handle = client.get_async_activity_handle(
+                workflow_id=workflow_id, run_id=run_id, activity_id=pending.activity_id
+            )
+            return int(await _fail(handle))
+    return 0
+
+
 async def _report_death(client: Client, token: bytes) -> bool:
     """Report a watch as failed; return whether the server knew it as running."""
+    return await _fail(client.get_async_activity_handle(task_token=token))
+
+
+async def _fail(watch: AsyncActivityHandle) -> bool:
     error = ApplicationError(
         "the worker that watched was killed",
         type="HandOver",
         next_retry_delay=timedelta(milliseconds=1),
     )
     try:
-        await client.get_async_activity_handle(task_token=token).fail(error)
+        await watch.fail(error)
         return True
     except RPCError as refusal:
         # It has ended, was taken over, or the server has missed its heartbeats for too long.

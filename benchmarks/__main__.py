@@ -95,7 +95,8 @@ def main() -> int:
         for part in PARTS:
             print(f"{part.name:14} {part.says}")
         return 0
-    python = os.environ.get("RELAUNCH_TORCH_PYTHON", "")
+    # Parts are given it as an option. In their environment `up` would refuse it: no setting.
+    python = os.environ.pop("RELAUNCH_TORCH_PYTHON", "")
     if python and not version(python):
         parser.error(f"RELAUNCH_TORCH_PYTHON is {python!r}: expected a Python that imports torch")
     folder = arguments.into or ROOT / "build" / "bench" / find_commit()

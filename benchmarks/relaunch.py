@@ -62,10 +62,11 @@ class Relaunch(Contender):
             subprocess.run(jobs, env=self._environment, capture_output=True, check=False).returncode
             != 0
         ):
+            log_text = (self._state / "up.log").read_text()
+            if self._up.poll() is not None:
+                raise RuntimeError(f"`up` ended with exit code {self._up.returncode}: {log_text}")
             if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"`up` is not ready within {READY_TIMEOUT:g} s: see {self._state / 'up.log'}"
-                )
+                raise TimeoutError(f"`up` is not ready within {READY_TIMEOUT:g} s: {log_text}")
         # The first job finds the worker still importing; that is no part of any other job's start.
         subprocess.run(
             [*self._run("warm-up"), "true"], env=self._environment, capture_output=True, check=True

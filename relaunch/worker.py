@@ -533,7 +533,7 @@ async def serve(settings: Settings, build: str | None, is_near: bool = False) ->
         )
     ]
     running = RunningWatches(settings.state / WATCHES)
-    running.open()
+    running.open(client.identity)
     pinger = Pinger(client, fleets.list_heartbeats)
     # Also before the first incident is archived: a backup of it is then empty, and does not fail.
     (settings.state / ARCHIVE).mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ import sys, time
 from pathlib import Path
 from relaunch.activities.running_watches import RunningWatches
 running = RunningWatches(Path(sys.argv[1]))
-running.open()
+running.open("7@node")
 running.add_run("job/first", "run-1")
 running.add_run("job/ended", "run-2")
 running.drop_run("run-2")
@@ -49,6 +49,9 @@ class Server:
         self.released.append((request.execution.workflow_id, request.execution.run_id))
         if self.has_ended:
             raise RPCError("workflow has ended", RPCStatusCode.NOT_FOUND, b"")
+
+    async def describe_workflow_execution(self, request: Any, timeout: Any) -> Any:
+        raise RPCError("workflow has ended", RPCStatusCode.NOT_FOUND, b"")
 
     def get_async_activity_handle(self, *, task_token: bytes) -> Any:
         server = self

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import os
 import uuid
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from temporalio import workflow
+from temporalio import activity, workflow
 from temporalio.api.enums.v1 import EventType, TaskQueueKind
+from temporalio.api.taskqueue.v1 import TaskQueue
+from temporalio.api.workflowservice.v1 import (
+    PollActivityTaskQueueRequest,
+    PollActivityTaskQueueResponse,
+)
 from temporalio.client import Client, WorkflowHandle
 from temporalio.worker import Worker
 
@@ -30,6 +36,32 @@ class Counter:
     @workflow.update
     def count(self) -> None:
         self._count += 1
+
+
+@workflow.defn
+class Watched:
+    @workflow.run
+    async def run(self, name: str) -> str:
+        return await workflow.execute_activity(
+            name,
+            result_type=str,
+            start_to_close_timeout=timedelta(hours=1),
+            heartbeat_timeout=timedelta(hours=1),
+        )
+
+
+@activity.defn
+async def watch_ranks() -> str:
+    return f"attempt {activity.info().attempt}"
+
+
+async def poll_watch(server: Client, queue: str, identity: str) -> PollActivityTaskQueueResponse:
+    """Take the watch from the server, as a worker does that dies before it begins the watch."""
+    return await server.workflow_service.poll_activity_task_queue(
+        PollActivityTaskQueueRequest(
+            namespace=server.namespace, task_queue=TaskQueue(name=queue), identity=identity
+        )
+    )
 
 
 async def list_queues(handle: WorkflowHandle[Counter, None]) -> list[TaskQueueKind.ValueType]:
@@ -79,3 +111,33 @@ async def test_a_run_that_leaves_the_cache_is_forgotten(server: Client, tmp_path
             await handle.execute_update(Counter.count)
         await handle.result()
     assert not list((tmp_path / "watches-runs").glob("*/*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "holder", "is_taken"),
+    [
+        ("watch_ranks", "7@node", True),
+        pytest.param("watch_ranks", "8@node", False, id="another worker has it, and lives"),
+        pytest.param("stop_ranks", "7@node", False, id="it is no watch"),
+    ],
+)
+async def test_a_watch_that_was_just_given_to_the_dead(
+    server: Client, tmp_path: Path, name: str, holder: str, is_taken: bool
+) -> None:
+    dead, follower = RunningWatches(tmp_path / "watches"), RunningWatches(tmp_path / "watches")
+    dead.open("7@node")
+    follower.open("9@node")
+    queue = f"q-{uuid.uuid4().hex[:8]}"
+    runner = TaskRunner(running=dead)
+    worker = Worker(server, task_queue=queue, workflows=[Watched], workflow_runner=runner)
+    async with runner.attach(worker):
+        handle = await server.start_workflow(Watched.run, name, id=queue, task_queue=queue)
+        task = await poll_watch(server, queue, holder)
+        assert task.activity_type.name == name
+        assert dead._lock is not None
+        os.close(dead._lock)
+        assert await follower.take_over(server) == is_taken
+    async with Worker(server, task_queue=queue, workflows=[Watched], activities=[watch_ranks]):
+        if not is_taken:
+            await server.get_async_activity_handle(task_token=task.task_token).complete("done")
+        assert await handle.result() == ("attempt 2" if is_taken else "done")
