@@ -216,12 +216,13 @@ def test_s2_4_peers_meet_on_the_training_network_in_a_cut(lab: Lab) -> None:
         first = await read(
             backend,
             token(1),
-            lambda lines: len(heartbeats(lines)) == 1,
+            # One renewal could be lost in the cut, and peers extend no lease that has had none.
+            lambda lines: len(heartbeats(lines)) == 10,
             node="n2",
             stamp=lambda stamp: stamp,
         )
         lab.network.lose(2)
-        began = heartbeats(first)[0]["stamp"]
+        began = heartbeats(first)[-1]["stamp"]
         # Twice as long as n2 would live if n1, which is watched, did not tell it that all is
         # well.
         lines = await read(
