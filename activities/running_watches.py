@@ -21,6 +21,7 @@ import asyncio
 import fcntl
 import logging
 import os
+import re
 import shutil
 import time
 import uuid
@@ -53,6 +54,8 @@ LOCK = "lock"
 """The file that is locked, with the name by which the server knows the worker."""
 WATCH = "watch_ranks"
 """The activity that is recorded."""
+RUN_ID = re.compile(rb"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+"""A task token has the id of its run, beside others of this form."""
 RUNS_SUFFIX = "-runs"
 """Of the folder of runs, beside that of watches: a worker of 0.1.0 that takes over takes each file
 of the latter for a watch."""
@@ -187,7 +190,8 @@ async def _take_over(client: Client, folders: Sequence[Path], runs: Sequence[Pat
     again = [run for run in cached if any(run[1].encode() in token for token in refused)]
     await asyncio.gather(*(call(partial(_release, client, *run)) for run in again))
     dead = {(folder / LOCK).read_text() for folder in folders}
-    unrecorded = [run for run in cached if not any(run[1].encode() in token for token in tokens)]
+    recorded = {found.decode() for token in tokens for found in RUN_ID.findall(token)}
+    unrecorded = [run for run in cached if run[1] not in recorded]
     found = await asyncio.gather(
         *(call(partial(_report_unrecorded, client, dead, *run)) for run in unrecorded)
     )

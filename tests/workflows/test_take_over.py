@@ -18,7 +18,7 @@ from temporalio.api.workflowservice.v1 import (
 from temporalio.client import Client, WorkflowHandle
 from temporalio.worker import Worker
 
-from relaunch.activities.running_watches import RunningWatches
+from relaunch.activities.running_watches import RUN_ID, RunningWatches
 from relaunch.workflows.runner import TaskRunner
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -134,6 +134,7 @@ async def test_a_watch_that_was_just_given_to_the_dead(
         handle = await server.start_workflow(Watched.run, name, id=queue, task_queue=queue)
         task = await poll_watch(server, queue, holder)
         assert task.activity_type.name == name
+        assert str(handle.first_execution_run_id).encode() in RUN_ID.findall(task.task_token)
         assert dead._lock is not None
         os.close(dead._lock)
         assert await follower.take_over(server) == is_taken
