@@ -280,6 +280,11 @@ def test_a_gpu_is_reset_twice_a_day_before_its_node_is_left(
     assert said[-1] == ASK
 
 
+@pytest.mark.parametrize("code", ["stuck", "mce", "edac", "aer", "oops", "panic"])
+def test_a_host_that_only_a_reboot_mends_is_left_at_once(code: str) -> None:
+    assert walked(Cause.NODE_FAULT, code=code).said[:2] == (bad("n2"), bad("n3"))
+
+
 def test_three_unwatched_launches_swap_a_node_but_avoid_none() -> None:
     end = walked(Cause.PLATFORM, code="never_watched")
     assert list(end.said[:6]) == [R, R, R, swap("n2"), swap("n3"), swap("n4")]

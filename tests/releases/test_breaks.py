@@ -163,6 +163,11 @@ async def test_a_file_that_is_not_read_any_more_is_found(recording: Recording) -
         ({"a": [1, {"b": 2}]}, {"a": [1, {"b": 2, "c": 3}]}, False),
         ([1], [1, 2], True),
         (1, "1", True),
+        ({"codes": ["mce"]}, {"codes": ["mce", "oops"]}, False),
+        ({"codes": ["mce"]}, {"codes": ["mce", "stuck"]}, True),
+        ({"codes": ["mce", "oops"]}, {"codes": ["mce"]}, True),
+        ({"codes": ["oops"]}, {"codes": ["oops", "panic"]}, False),
+        ({"names": ["mce"]}, {"names": ["mce", "oops"]}, True),
     ],
 )
 def test_more_is_fine_and_less_or_other_is_not(recorded: Any, now: Any, differs: bool) -> None:
