@@ -12,6 +12,7 @@ import pytest
 from pydantic import ValidationError
 from syrupy.assertion import SnapshotAssertion
 
+import relaunch.evidence.catalog as tables
 from relaunch.evidence.catalog import (
     NO_OVERRIDES,
     CatalogOverrides,
@@ -28,6 +29,7 @@ from relaunch.evidence.exits import read_log
 from relaunch.evidence.findings import Role
 
 FOLDER = Path(__file__).parents[2] / "relaunch" / "evidence" / "catalog"
+LAST_WORDS = sorted((Path(__file__).parent / "samples" / "last_words").glob("*.txt"))
 FILES = ("xids", "npu_codes", "nvlink", "exits", "log_lines", "kernel_lines", "ecs_stops")
 
 
@@ -468,3 +470,15 @@ def test_no_text_makes_a_users_pattern_match_for_long() -> None:
     assert read_log(("a" * 60 + "b",), known) == ()
     assert read_log(("a" * 60,), known)[0].code == "log ours"
     assert time.process_time() - began < 5.0
+
+
+def test_the_joined_pattern_fits_into_a_quarter_of_its_memory(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Where it does not fit at all, RE2 says so on stderr for each line, and is slow."""
+    monkeypatch.setattr(tables, "MAX_STATES_MEMORY", tables.MAX_STATES_MEMORY // 4)
+    joined = tables._join_patterns(catalog().log_lines)
+    lines = [line for path in LAST_WORDS for line in path.read_text().splitlines()]
+    assert len(lines) > 100
+    assert any(joined.search(line) for line in lines)
+    assert capfd.readouterr().err == ""
