@@ -22,6 +22,8 @@ class Rank:
     progress: Progress | None = None
     prints: tuple[Prints, ...] = ()
     lingers: float = 0.0
+    read_at: float | None = None
+    """When its step was first read."""
 
     def elapsed(self, now: float) -> float:
         return (now if self.ended is None else self.ended) - self.started
@@ -30,7 +32,9 @@ class Rank:
         """Return the step and for how long it has been that; None: nothing reported yet."""
         if self.progress is None:
             return None
-        elapsed = self.elapsed(now)
+        if self.read_at is None:
+            self.read_at = now
+        elapsed = self.elapsed(now) - self._begins(self.progress, now)
         steps = self.progress.steps
         found = bisect.bisect_right(steps, elapsed, key=lambda entry: entry[0])
         if found == 0:
@@ -39,7 +43,14 @@ class Rank:
         if found == len(steps) and self.progress.rate > 0:
             more = math.floor((elapsed - at) * self.progress.rate + 1e-9)
             at, step = at + more / self.progress.rate, step + more
-        return step, max(0.0, now - self.started - at)
+        begins = self.started + self._begins(self.progress, now)
+        return step, max(0.0, now - begins - at)
+
+    def _begins(self, progress: Progress, now: float) -> float:
+        """Return how many seconds after the rank's start the times of its steps begin."""
+        if not progress.once_read:
+            return 0.0
+        return (now if self.read_at is None else self.read_at) - self.started
 
     def checkpoint(self, now: float) -> int | None:
         """Return the step of the newest finished one; None: it never said."""
@@ -61,10 +72,10 @@ class Rank:
         return min(saved, self._next_step(self.progress, elapsed, now))
 
     def _next_step(self, progress: Progress, elapsed: float, now: float) -> float:
-        steps = progress.steps
-        found = bisect.bisect_right(steps, elapsed, key=lambda entry: entry[0])
+        begins, steps = self._begins(progress, now), progress.steps
+        found = bisect.bisect_right(steps, elapsed - begins, key=lambda entry: entry[0])
         if found < len(steps):
-            return self.started + steps[found][0]
+            return self.started + begins + steps[found][0]
         return now + 1 / progress.rate if progress.rate > 0 else math.inf
 
     def log(self, now: float) -> bytes:

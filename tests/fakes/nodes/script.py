@@ -75,6 +75,9 @@ class Progress(_MatchesRank):
     """
 
     steps: tuple[tuple[float, int], ...] = ((0.0, 0),)
+    once_read: bool = False
+    """The seconds count from the first time that they are read, not from the rank's start: who
+    begins to read late on a busy machine sees them all the same."""
     rate: float = 0.0
     hangs: bool = False
     """It goes on running at its last step, also where ranks without a script succeed."""
