@@ -1,6 +1,8 @@
 # setup demo test lint types long bench chaos programs corpus upgrade-test compose-test vm-test screenshots record-release dist reference: nothing else to remember.
 PY := .venv/bin/python
 WORKERS ?= 2
+# The session that has the most to do: with two, it went on alone for a minute.
+FLOW_WORKERS ?= 3
 # The sessions of `make test`, beside the pure core: one for everything that is in none of these.
 FLOWS := tests/workflows
 SERVICE := tests/e2e tests/releases tests/activities tests/corpus tests/deploy tests/test_demo.py tests/test_wheel.py
@@ -53,7 +55,7 @@ test: lint
 	beside types nice -n 3 $(PY) -m mypy; \
 	beside core nice -n 3 $(PYTEST) --timeout 600 tests/recovery; \
 	beside service $(SESSION) $(SERVICE); \
-	beside flows $(SESSION) $(FLOWS); \
+	beside flows $(SESSION) -n $(FLOW_WORKERS) $(FLOWS); \
 	beside agent $(SESSION) $(AGENT); \
 	beside backends $(SESSION) $(BACKENDS); \
 	$(SESSION) --ignore tests/recovery $(addprefix --ignore ,$(SERVICE) $(FLOWS) $(AGENT) $(BACKENDS)); failed=$$?; \
