@@ -39,8 +39,8 @@ def test_a_fifth_is_held_out() -> None:
 def test_no_cause_that_was_right_becomes_wrong() -> None:
     """Raise these figures with the tables, never lower them."""
     known, held_out = split(judge_all())
-    assert sum(one.is_right for one in known) >= 287
-    assert sum(one.is_right for one in held_out) >= 59
+    assert sum(one.is_right for one in known) >= 362
+    assert sum(one.is_right for one in held_out) >= 67
 
 
 def test_explain_names_the_cause_that_the_job_names(tmp_path: Path) -> None:

@@ -280,7 +280,9 @@ def test_a_gpu_is_reset_twice_a_day_before_its_node_is_left(
     assert said[-1] == ASK
 
 
-@pytest.mark.parametrize("code", ["stuck", "mce", "edac", "aer", "oops", "panic"])
+@pytest.mark.parametrize(
+    "code", ["stuck", "mce", "edac", "aer", "nic-fault", "lockup", "oops", "panic"]
+)
 def test_a_host_that_only_a_reboot_mends_is_left_at_once(code: str) -> None:
     assert walked(Cause.NODE_FAULT, code=code).said[:2] == (bad("n2"), bad("n3"))
 

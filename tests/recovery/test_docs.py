@@ -312,6 +312,8 @@ KERNEL_CODES = {
     "mce": "mce: Uncorrected hardware memory error in user-access at 2e1f3f0140",
     "edac": "EDAC MC0: 1 UE memory read error on CPU_SrcID#0_MC#0",
     "aer": "pcieport 0000:40:01.1: AER: device recovery failed",
+    "nic-fault": "mlx5_core 0000:41:00.0: mlx5_health_try_recover: health recovery failed",
+    "lockup": "watchdog: Watchdog detected hard LOCKUP on cpu 3",
     "oops": "BUG: unable to handle kernel NULL pointer dereference at 0000000000000040",
     "panic": "Kernel panic - not syncing: Attempted to kill init! exitcode=0x00000009",
 }

@@ -419,6 +419,79 @@ LINES: list[tuple[str, str]] = [
     ("readonly_fs", "OSError: [Errno 30] Read-only file system: '/ckpt/step_100.npz'"),
     ("stale_nfs", "OSError: [Errno 116] Stale file handle: '/mnt/data/shard-0001'"),
     ("stale_nfs", "OSError: [Errno 107] Transport endpoint is not connected: '/mnt/data'"),
+    (
+        "fabric_poll",
+        "MPIDI_OFI_handle_cq_error(1062): OFI poll failed (ofi_events.c:1064:"
+        "MPIDI_OFI_handle_cq_error:Input/output error - UNDELIVERABLE)",
+    ),
+    (
+        "data_torn",
+        "DataLossError (see above for traceback): Checksum does not match: stored 2584675441 vs. "
+        "calculated on the restored bytes 1023513604",
+    ),
+    (
+        "data_torn",
+        "tensorflow.python.framework.errors_impl.DataLossError: truncated record at 72435675",
+    ),
+    (
+        "launch_failed",
+        "srun: error: Task launch for StepId=96.0 failed on node n1: Socket timed out on send/recv "
+        "operation",
+    ),
+    (
+        "launch_failed",
+        "srun: error: Application launch failed: Socket timed out on send/recv operation",
+    ),
+    ("launch_failed", "ORTE was unable to reliably start one or more daemons."),
+    (
+        "launch_failed",
+        "RuntimeError: Request failed with status code 500: No available agent to submit job, "
+        "please try again later..",
+    ),
+    (
+        "container_setup",
+        "slurmstepd: error: pyxis:   nvidia-container-cli: container error: file lookup failed: "
+        "/proc/421042/root/etc/debian_version: permission denied",
+    ),
+    ("container_setup", "slurmstepd: error: pyxis: couldn't start container"),
+    (
+        "cuda_not_ready",
+        "RuntimeError: Unexpected error from cudaGetDeviceCount(). Error 805: MPS client failed to "
+        "connect to the MPS control daemon or the MPS server.",
+    ),
+    (
+        "cuda_unavailable",
+        "jax.errors.JaxRuntimeError: UNKNOWN: TPU initialization failed: open(/dev/vfio/0): Device "
+        "or resource busy: Device or resource busy; Couldn't open iommu group /dev/vfio/0",
+    ),
+    ("loss_scale", "RuntimeError: grad_scale is too small, exiting: 9.5367431640625e-06"),
+    (
+        "loss_scale",
+        "2024-01-14 01:03:00,826 WARNING [train.py:1057] (2/4) Grad scale is small: "
+        "1.2924697071141057e-26",
+    ),
+    (
+        "rdzv_connection",
+        "DEADLINE_EXCEEDED: GetKeyValue() timed out with key: cpu:global_topology/cpu",
+    ),
+    (
+        "rdzv_connection",
+        "At least one pair of MPI processes are unable to reach each other for",
+    ),
+    (
+        "port_in_use",
+        "E0510 20:48:44.272031  1 add_port.cc:83] Failed to add port to server: No address added "
+        "out of total 1 resolved for '[::]:8476'",
+    ),
+    (
+        "device_count",
+        "RuntimeError: The number of node-local MPI processes 8cannot be larger than the device "
+        "count 4",
+    ),
+    (
+        "object_store",
+        "fsspec.exceptions.FSTimeoutError: Caught FSTimeoutError in DataLoader worker process 1.",
+    ),
     ("io_error", "OSError: [Errno 5] Input/output error: '/mnt/data/shard-0001'"),
     (
         "ckpt_torn",
@@ -640,6 +713,8 @@ def test_a_node_or_job_that_is_preempted_is_read(line: str) -> None:
         "WARNING scheduler.py:1057] Sequence group 0 is preempted by PreemptionMode.RECOMPUTE mode "
         "because there is not enough KV cache space. This can affect the end-to-end performance.",
         "INFO job 3 rank 0: Sequence group 0 is preempted by PreemptionMode.SWAP mode",
+        "WARNING:root:Grad scale is small: 0.0078125",
+        "Data loss: corrupted record at 0",  # a file of another kind, given by its user
         "Port 8000: address already in use, trying 8001",
         "TensorBoard could not bind to port 6006, it was already in use",
     ],

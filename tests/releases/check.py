@@ -21,9 +21,9 @@ from tests.releases.recording import Recording
 REMOVED: frozenset[tuple[str, str]] = frozenset()
 """Fields that releases wrote and that mean nothing any more: the kind of payload, and the name. A
 field whose content is needed is not removed, but read."""
-NEW_CODES = frozenset({"oops", "panic"})
-"""Codes that ladders of presets name since a later release. A release that did not know a code met
-it in no job, so no job of it is decided otherwise. A code that it knew stays where it is."""
+ADDED_CODES = frozenset({"lockup", "nic-fault", "oops", "panic"})
+"""Codes that ladders of presets name since a later release: a file that extends a preset is read
+with them (docs/decisions/0090-presets-improve.md)."""
 MAX_SENTENCE = 500
 
 
@@ -106,7 +106,7 @@ def compare(recorded: Any, now: Any, where: str = "", *, only_both: bool = False
                     return f"{where}.{key} is missing".lstrip(".")
             return ""
         case list(), list() if where.rpartition(".")[2] == "codes":
-            now = [code for code in now if code in recorded or code not in NEW_CODES]
+            now = [code for code in now if code in recorded or code not in ADDED_CODES]
         case list(), list() if len(recorded) == len(now):
             pairs = enumerate(zip(recorded, now, strict=True))
             return next(
