@@ -68,6 +68,14 @@ class _Protocol(SubprocessStreamProtocol):
         super().connection_made(transport)
         self._subprocess = transport
 
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        super().pipe_connection_lost(fd, exc)
+        # The Python 3.11.2 of Debian 12 logs a broken pipe that no one asks for as an error, with a
+        # traceback. Who writes learns of it from `drain`.
+        closed: asyncio.Future[None] = self._stdin_closed  # type: ignore[attr-defined]
+        if closed.done():
+            closed.exception()
+
     def process_exited(self) -> None:
         super().process_exited()
         if self._subprocess is not None:

@@ -6,6 +6,7 @@ Each is an exception of `relaunch.backends.base`, and soon.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import sys
@@ -290,3 +291,21 @@ async def test_a_broken_session_waits_for_no_child_of_its_agent(
                 await asyncio.gather(*readers)
     finally:
         until.open("w").close()
+
+
+async def fill(pipe: ProcessPipe) -> None:
+    while True:
+        await pipe.write(b"x" * 2**16)
+
+
+async def test_a_pipe_that_breaks_is_no_error_in_the_log() -> None:
+    said: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context))
+    pipe = await ProcessPipe.start(sys.executable, "-S", "-c", "", env=os.environ)
+    with pytest.raises(ConnectionError):
+        await fill(pipe)
+    await pipe.wait()
+    del pipe
+    await asyncio.sleep(0)
+    gc.collect()
+    assert said == []
