@@ -41,7 +41,7 @@ class Part:
 PARTS = (
     Part("restarts", ("benchmarks.run",), "restarts, starts and idle cost", "used"),
     Part("split", ("benchmarks.split",), "what a restart goes into"),
-    Part("cold", ("benchmarks.cold",), "`run` without a server, to its first rank"),
+    Part("cold", ("benchmarks.cold",), "`run` without a server, to its first rank", "used"),
     Part("worker-killed", ("benchmarks.worker_killed",), "a fault after a worker was killed"),
     Part("warm", ("benchmarks.warm",), "restarts with torch, warm, cold and torchrun", "needed"),
     Part(
