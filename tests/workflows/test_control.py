@@ -221,8 +221,9 @@ async def test_change_policy_is_in_force_from_the_next_decision_on(make_rig: Mak
             ("exhaust_restarts", "max_restarts", "no_progress_stop"),
         )
         decisions = [one for incident in result.incidents for one in incident.decisions]
-        # On a slow machine rank 0 may have failed once before the change.
-        assert [one.decision for one in decisions if one.at >= change.at] == ["Stop"]
+        # On a slow machine rank 0 may have failed once before the change, also in the same task.
+        assert decisions[-1].decision == "Stop" and decisions[-1].at >= change.at
+        assert not [one for one in decisions[:-1] if one.at > change.at]
 
 
 async def test_two_changes_of_the_policy_at_once_are_both_kept(make_rig: MakeRig) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from relaunch.backends.base import BelowLauncher, PrepareOrder, Refusal, StartedRanks, StartOrder
@@ -54,6 +54,9 @@ class Generation:
         """When the newest question that a peer answered with `alive` was sent."""
         self._ask_at = 0.0
         self._timer: Timer | None = None
+        self._is_read = False
+        self._awaits_reader: list[tuple[float, Callable[[], object]]] = []
+        """What the script says of later, in seconds from the first time that steps are read."""
         self._arm()
 
     # --- orders ---
@@ -271,7 +274,21 @@ class Generation:
     def _later(self, after: float, happen: Any) -> None:
         if after <= 0:
             happen()
+        elif self._is_read:
+            self.node.clock.call_later(after, happen)
         else:
+            self._awaits_reader.append((after, happen))
+
+    def read(self) -> None:
+        """A watch reads the steps. With the first time the script begins: a watch that comes late
+        on a busy machine sees the same as another."""
+        if self._is_read or not self.ranks:
+            return
+        self._is_read = True
+        now = self.node.clock.time()
+        for one in self.ranks.values():
+            one.read_at = now
+        for after, happen in self._awaits_reader:
             self.node.clock.call_later(after, happen)
 
     def _ranks_exit(self, together: list[tuple[Rank, Exit]]) -> None:

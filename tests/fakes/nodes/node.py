@@ -429,7 +429,7 @@ class Node:
     def _select_stacks(self, token: Token, rank: Rank) -> list[tuple[float, Stack]]:
         """Return the stacks of a rank, each with the time from which it counts, newest first."""
         scripted = [
-            (rank.started + one.after, one)
+            ((rank.started if rank.read_at is None else rank.read_at) + one.after, one)
             for one in self.script.of(Stack, token.generation, self.name)
         ]
         scripted.sort(key=lambda entry: -entry[0])
@@ -447,9 +447,9 @@ class Node:
                 [
                     due,
                     *(
-                        rank.started + one.after
+                        rank.begin(now) + one.after
                         for one in rank.prints
-                        if rank.started + one.after > now
+                        if rank.begin(now) + one.after > now
                     ),
                 ]
             )

@@ -23,19 +23,23 @@ class Rank:
     prints: tuple[Prints, ...] = ()
     lingers: float = 0.0
     read_at: float | None = None
-    """When its step was first read."""
+    """When a watch first read its steps: the times of its script begin then."""
+
+    def begin(self, now: float) -> float:
+        """Return the time from which its script counts: `now` while no watch has read it."""
+        return now if self.read_at is None else self.read_at
 
     def elapsed(self, now: float) -> float:
-        return (now if self.ended is None else self.ended) - self.started
+        """Return the seconds of its script that are over."""
+        if self.read_at is None:
+            return 0.0
+        return max(0.0, (now if self.ended is None else self.ended) - self.read_at)
 
     def step(self, now: float) -> tuple[int, float] | None:
         """Return the step and for how long it has been that; None: nothing reported yet."""
         if self.progress is None:
             return None
-        if self.read_at is None:
-            self.read_at = now
-        elapsed = self.elapsed(now) - self._begins(self.progress, now)
-        steps = self.progress.steps
+        elapsed, steps = self.elapsed(now), self.progress.steps
         found = bisect.bisect_right(steps, elapsed, key=lambda entry: entry[0])
         if found == 0:
             return None
@@ -43,14 +47,7 @@ class Rank:
         if found == len(steps) and self.progress.rate > 0:
             more = math.floor((elapsed - at) * self.progress.rate + 1e-9)
             at, step = at + more / self.progress.rate, step + more
-        begins = self.started + self._begins(self.progress, now)
-        return step, max(0.0, now - begins - at)
-
-    def _begins(self, progress: Progress, now: float) -> float:
-        """Return how many seconds after the rank's start the times of its steps begin."""
-        if not progress.once_read:
-            return 0.0
-        return (now if self.read_at is None else self.read_at) - self.started
+        return step, max(0.0, now - self.begin(now) - at)
 
     def checkpoint(self, now: float) -> int | None:
         """Return the step of the newest finished one; None: it never said."""
@@ -67,15 +64,16 @@ class Rank:
             return math.inf
         elapsed = self.elapsed(now)
         saved = next(
-            (self.started + at for at, _ in self.progress.checkpoints if at > elapsed), math.inf
+            (self.begin(now) + at for at, _ in self.progress.checkpoints if at > elapsed),
+            math.inf,
         )
         return min(saved, self._next_step(self.progress, elapsed, now))
 
     def _next_step(self, progress: Progress, elapsed: float, now: float) -> float:
-        begins, steps = self._begins(progress, now), progress.steps
-        found = bisect.bisect_right(steps, elapsed - begins, key=lambda entry: entry[0])
+        steps = progress.steps
+        found = bisect.bisect_right(steps, elapsed, key=lambda entry: entry[0])
         if found < len(steps):
-            return self.started + begins + steps[found][0]
+            return self.begin(now) + steps[found][0]
         return now + 1 / progress.rate if progress.rate > 0 else math.inf
 
     def log(self, now: float) -> bytes:

@@ -50,7 +50,8 @@ class _MatchesRank(_Matches):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exit(_MatchesRank):
-    """The rank ends by itself, `after` seconds from its start."""
+    """The rank ends by itself, `after` seconds from its start, or from the time that a watch has
+    first read its steps."""
 
     exit_code: int | None = 1
     signal: int | None = None
@@ -75,9 +76,6 @@ class Progress(_MatchesRank):
     """
 
     steps: tuple[tuple[float, int], ...] = ((0.0, 0),)
-    once_read: bool = False
-    """The seconds count from the first time that they are read, not from the rank's start: who
-    begins to read late on a busy machine sees them all the same."""
     rate: float = 0.0
     hangs: bool = False
     """It goes on running at its last step, also where ranks without a script succeed."""

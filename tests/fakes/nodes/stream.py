@@ -85,6 +85,7 @@ class Stream:
                 return
             due = min(beat + self._heartbeat, max(beat + STEP_PAUSE, step_at))
             if clock.time() >= due:
+                generation.read()
                 beat, step_at = clock.time(), generation.next_news()
                 yield self._line({"heartbeat": self._beat(generation)})
             elif not self._woken.is_set():
