@@ -27,13 +27,12 @@ MAX_LOOK_BACK_BYTES = 65536
 """Bytes before an offset in which the begin of its line is looked for."""
 
 
-def _derive_state(generation: Generation, observations: list[Json]) -> str:
-    """Derive from the files the state that the shim would report."""
-    if not generation.has_live_shim():
-        return "gone"
+def _derive_state(generation: Generation) -> str:
+    """Derive from the files the state that the shim would report, which lives."""
     if generation.launch is None:
         return "prepared"
     pids = generation.pids
+    observations = journal.read(generation.journal)
     if len(journal.list_exited(observations)) == len(pids):
         return "ended"
     over = any(
@@ -47,8 +46,10 @@ def list_jobs(state: Path, order: Fields) -> Json:
     """Return the generations on this node.
 
     With `gpus`, the answer also has what NVML reports about the GPUs and which processes use them.
+    With `living`, only generations whose shim or ranks live, and their jobs: of those that are over
+    a node may have thousands.
     """
-    jobs = []
+    jobs, living = [], order.flag("living", False)
     folder = state / "jobs"
     for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
         highest = read_json(entry / "highest.json")
@@ -57,24 +58,28 @@ def list_jobs(state: Path, order: Fields) -> Json:
         job = JobState.from_row(state, highest)
         generations = []
         for generation in job.list_generations():
+            has_shim, groups = generation.has_live_shim(), generation.groups
+            alive = {pid for pid, started in groups.items() if processes.is_alive(pid, started)}
+            if living and not has_shim and not alive:
+                continue
             prepared = generation.prepared_order
             if prepared is None:
                 continue
-            pids, groups = generation.pids, generation.groups
-            ranks: list[Json] = []
-            for rank in prepared["ranks"]:
-                pid = pids[rank][0] if rank in pids else None
-                alive = pid in groups and processes.is_alive(pid, groups[pid])
-                ranks.append({"rank": rank, "pid": pid, "alive": alive})
+            pids = {rank: pid for rank, (pid, _) in generation.pids.items()}
             generations.append(
                 {
                     "submission": generation.order[0],
                     "generation": generation.order[1],
-                    "state": _derive_state(generation, journal.read(generation.journal)),
-                    "ranks": ranks,
+                    "state": _derive_state(generation) if has_shim else "gone",
+                    "ranks": [
+                        {"rank": rank, "pid": pids.get(rank), "alive": pids.get(rank) in alive}
+                        for rank in prepared["ranks"]
+                    ],
                     **({"fleet": prepared["fleet"]} if prepared.get("fleet") else {}),
                 }
             )
+        if living and not generations:
+            continue
         jobs.append(
             {
                 **job.names,

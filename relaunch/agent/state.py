@@ -220,9 +220,10 @@ class Generation:
     @property
     def groups(self) -> dict[int, int]:
         """Start time of the ranks by pid; empty after a reboot, when pids mean nothing."""
-        if (self.launch or {}).get("boot_id") != read_boot_id(self.state):
+        launch = self.launch or {}
+        if not launch.get("pids") or launch.get("boot_id") != read_boot_id(self.state):
             return {}
-        return dict(self.pids.values())
+        return {pid: started for pid, started in launch["pids"].values()}
 
     @property
     def cgroup(self) -> str | None:

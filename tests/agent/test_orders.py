@@ -465,3 +465,28 @@ def test_a_start_after_an_order_to_stop_launches_nothing(node: Node) -> None:
     assert [answer.get("why") for answer in answers if "outcome" in answer] == ["expired"]
     wait_for(lambda: not is_alive(node.pid("shim")))
     assert not (node.folder() / "started.json").exists()
+
+
+def test_a_list_of_the_living_leaves_out_what_is_over(node: Node) -> None:
+    expect_done(node.prepare(1))
+    expect_done(node.stop(1))
+    expect_done(node.prepare(2))
+    (pids,) = [expect_done(node.start(2))["pids"]]
+    for over in (token(1, job="over"), token(2, job="over")):
+        expect_done(node.prepare(token=over))
+        expect_done(node.stop(token=over))
+    everything = expect_done(node.order("list"))["jobs"]
+    assert {one["job"]: len(one["generations"]) for one in everything} == {"j": 2, "over": 2}
+    (job,) = expect_done(node.order("list", living=True))["jobs"]
+    (living,) = job["generations"]
+    assert (job["job"], living["generation"], living["state"]) == ("j", 2, "running")
+    # Ranks that have lost their shim, supervisor and guard are listed, for whoever stops them.
+    folder = next(path.parent for path in node.state.glob("jobs/*/1-2/started.json"))
+    left = folder.with_name("1-3")
+    left.mkdir(0o700)
+    for name in ("order.json", "started.json"):
+        shutil.copy(folder / name, left)
+    (left / "shim.lock").touch()
+    (job,) = expect_done(node.order("list", living=True))["jobs"]
+    assert [one["state"] for one in job["generations"]] == ["running", "gone"]
+    assert {str(one["rank"]): one["pid"] for one in job["generations"][1]["ranks"]} == pids

@@ -643,22 +643,26 @@ async def test_calls_at_the_same_time_do_not_hinder_each_other(make: Make) -> No
 # --- asking ---------------------------------------------------------------------------------------
 
 
-async def test_list_tells_every_generation_of_every_job(make: Make) -> None:
+async def test_list_tells_the_living_generations_of_every_job(make: Make) -> None:
     fleet = make({1: RUNS, 2: RUNS})
     assert (await fleet.backend.list("n1"))["jobs"] == []
     await launch(fleet, 1)
     started = await launch(fleet, 2)
-    done(await prepare(fleet, "n1", prepare_order(Token("default", "other", 5, 1))))
+    other = Token("default", "other", 5, 1)
+    done(await prepare(fleet, "n1", prepare_order(other)))
     assert await fleet.backend.stop("n1", stop_order(token(1))) == StopProof("n1")
     listed = await fleet.backend.list("n1")
     assert listed["boot_id"] and listed["protocol"] == 1
     jobs = {job["job"]: job for job in listed["jobs"]}
     assert jobs["contract"]["prepared"] == [100, 2] and jobs["contract"]["stopped"] == [100, 1]
     assert jobs["other"]["prepared"] == [5, 1] and jobs["other"]["stopped"] is None
-    generations = {one["generation"]: one for one in jobs["contract"]["generations"]}
-    assert (generations[1]["state"], generations[2]["state"]) == ("gone", "running")
-    assert {rank["rank"]: rank["pid"] for rank in generations[2]["ranks"]} == started.pids
-    assert all(rank["alive"] for rank in generations[2]["ranks"])
+    (running,) = jobs["contract"]["generations"]
+    assert (running["generation"], running["state"]) == (2, "running")
+    assert {rank["rank"]: rank["pid"] for rank in running["ranks"]} == started.pids
+    assert all(rank["alive"] for rank in running["ranks"])
+    await fleet.backend.stop("n1", stop_order(other))
+    # A node remembers thousands of jobs that are over.
+    assert [job["job"] for job in (await fleet.backend.list("n1"))["jobs"]] == ["contract"]
 
 
 async def test_logs_are_read_on_from_an_offset_until_they_end(make: Make) -> None:

@@ -311,6 +311,8 @@ class Node:
         for (namespace, name), job in self.jobs.items():
             generations = []
             for token, one in job.generations.items():
+                if one.state == "gone":
+                    continue
                 ranks = [
                     {"rank": rank.rank, "pid": rank.pid, "alive": rank.ended is None}
                     for rank in one.ranks.values()
@@ -319,6 +321,8 @@ class Node:
                 generations.append(
                     {**_serialize_token(token), "state": one.state, "ranks": ranks, **whose}
                 )
+            if not generations:
+                continue
             prepared, stopped = _order(job.prepared), _order(job.stopped)
             told = {
                 "prepared": prepared and list(prepared),
