@@ -223,7 +223,7 @@ class Generation:
         launch = self.launch or {}
         if not launch.get("pids") or launch.get("boot_id") != read_boot_id(self.state):
             return {}
-        return {pid: started for pid, started in launch["pids"].values()}
+        return dict(launch["pids"].values())
 
     @property
     def cgroup(self) -> str | None:
