@@ -480,7 +480,7 @@ def test_a_list_of_the_living_leaves_out_what_is_over(node: Node) -> None:
     (job,) = expect_done(node.order("list", living=True))["jobs"]
     (living,) = job["generations"]
     assert (job["job"], living["generation"], living["state"]) == ("j", 2, "running")
-    # Ranks that have lost their shim, supervisor and guard are listed, for whoever stops them.
+    # Ranks that have lost their shim, supervisor and guard are listed: they have to be stopped.
     folder = next(path.parent for path in node.state.glob("jobs/*/1-2/started.json"))
     left = folder.with_name("1-3")
     left.mkdir(0o700)
