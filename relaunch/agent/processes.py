@@ -10,7 +10,6 @@ import ctypes
 import os
 import resource
 import signal
-import sys
 import traceback
 from typing import Callable, Iterable, List, NamedTuple
 
@@ -25,6 +24,10 @@ NO_CORE = 1
 """Bytes. With less than a page the kernel writes no core file. With exactly 1 it hands none to a
 program either, which 0 does not prevent: where `core_pattern` is a pipe, limits do not count but
 for this one (fs/coredump.c, since Linux 2.6.32)."""
+_open_pidfd = getattr(os, "pidfd_open", None)
+_send_by_pidfd = getattr(signal, "pidfd_send_signal", None)
+"""None before Python 3.9, and in each Python that was built with older headers of the kernel, as
+uv's were until July 2026: then a process is signalled by its pid, right after it is compared."""
 _core_limits: List[int] = []
 """The soft limit of agents, and that which they were started with; empty: they are one."""
 
@@ -375,8 +378,8 @@ def kill(process: Process, number: int) -> bool:
         now = read_process(process.pid)
         if now is None or now.started != process.started:
             return True
-        if sys.version_info >= (3, 9) and handle is not None:
-            signal.pidfd_send_signal(handle, number)
+        if _send_by_pidfd is not None and handle is not None:
+            _send_by_pidfd(handle, number)
         else:
             os.kill(process.pid, number)
     except ProcessLookupError:
@@ -392,10 +395,10 @@ def kill(process: Process, number: int) -> bool:
 def _open(pid: int) -> int | None:
     """Return a descriptor of the process that has this pid now, whatever gets the pid later.
 
-    None before Python 3.9 and Linux 5.3, or where the process is gone.
+    None where Python or the kernel (before Linux 5.3) cannot, or where the process is gone.
     """
     try:
-        return os.pidfd_open(pid) if sys.version_info >= (3, 9) else None
+        return _open_pidfd(pid) if _open_pidfd is not None else None
     except OSError:
         return None
 

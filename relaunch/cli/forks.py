@@ -24,6 +24,26 @@ from relaunch.interpreter import leave
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 DEFAULT_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_PIDFD_OPEN = 434
+"""The number of pidfd_open(2), the same on all processors that relaunch runs on."""
+
+
+def _open_pidfd(pid: int) -> int:
+    """Return a descriptor of a process, which is readable once it has ended.
+
+    A Python that was built with headers of a kernel before 5.3 has no `os.pidfd_open`, whatever
+    kernel it runs on; uv's were until July 2026.
+
+    Raises:
+        OSError: The kernel is older than 5.3.
+    """
+    if hasattr(os, "pidfd_open"):
+        return os.pidfd_open(pid)
+    handle: int = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_OPEN, pid, 0)
+    if handle < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"pidfd_open: {os.strerror(code)}")
+    return handle
 
 
 class Fork:
@@ -34,7 +54,7 @@ class Fork:
         self.returncode: int | None = None
         self._stdin = stdin
         """The other end of the child's standard input, which ends with this process."""
-        self._handle = os.pidfd_open(pid)
+        self._handle = _open_pidfd(pid)
 
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal; None while it runs."""
@@ -78,7 +98,7 @@ class Fork:
 
     def _send(self, number: signal.Signals) -> None:
         if self.poll() is None:
-            signal.pidfd_send_signal(self._handle, number)
+            os.kill(self.pid, number)  # not reaped yet, so the pid is still this child's
 
 
 def fork(name: str, log: Path, act: Callable[[], int], *, is_attended: bool) -> Fork:

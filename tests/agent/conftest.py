@@ -20,7 +20,7 @@ def make_node(tmp_path: Path, agent: Path) -> Iterator[Callable[..., Node]]:
     nodes: list[Node] = []
 
     def make(name: str = "n1", **more: Any) -> Node:
-        node = Node(tmp_path / name, agent, **more)
+        node = Node(tmp_path / name, **{"agent": agent, **more})
         node.state.mkdir(parents=True, mode=0o700)
         nodes.append(node)
         return node

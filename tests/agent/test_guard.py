@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_node import Node, boottime, is_alive, python_command, read_name, send_to_shim, wait_for
+from real_node import (
+    Node,
+    boottime,
+    expect_done,
+    is_alive,
+    python_command,
+    read_name,
+    send_to_shim,
+    wait_for,
+)
 from test_lease import renewing
 
 from relaunch.agent import processes
@@ -160,6 +169,42 @@ def test_a_killed_guard_is_replaced_by_one_that_knows_the_fence(node: Node) -> N
         os.kill(node.pid("shim"), signal.SIGSTOP)
     with hold_stopped(node.pid("shim")):
         wait_for(lambda: are_gone(pids), "the second guard does not know when the fence is due")
+
+
+@pytest.fixture
+def node_without_pidfds(make_node: Callable[..., Node], tmp_path: Path, agent: Path) -> Node:
+    """A node whose Python was built with headers of an old kernel, as uv's were for long."""
+    script = tmp_path / "agent.py"
+    script.write_text(
+        "import os, signal, sys\n"
+        "for module, name in ((os, 'pidfd_open'), (signal, 'pidfd_send_signal')):\n"
+        "    if hasattr(module, name):\n"
+        "        delattr(module, name)\n"
+        f"sys.path.insert(0, {str(agent)!r})\n"
+        "from relaunch.agent.__main__ import main\n"
+        "os._exit(main(sys.argv[1:]))\n"
+    )
+    return make_node("old", agent=script)
+
+
+def test_a_python_without_pidfds_stops_and_fences(node_without_pidfds: Node) -> None:
+    node = node_without_pidfds
+    stray = ["sh", "-c", "setsid sleep 1000 & trap '' TERM; sleep 1000; sleep 1000"]
+    pids = node.run(1, stray)
+    assert expect_done(node.stop(1, stop_grace=0.1))["stopped"] == [[1, 1]]
+    assert are_gone(pids)
+    pids = node.run(2, python_command(STUBBORN), **SHORT)
+    wait_for(lambda: "up" in node.log(0, 2) and "up" in node.log(1, 2))
+    node.pid("guard", 2)
+    with hold_stopped(node.pid("shim", 2)):
+        wait_for(lambda: are_gone(pids), "the guard of this Python kills nothing")
+    pids = node.run(3, stray)
+    node.pid("supervisor", 3)
+    os.kill(node.pid("shim", 3), signal.SIGKILL)
+    wait_for(lambda: not {"sleep", "sh"} & set(map(read_name, node.list_leftovers())))
+    assert are_gone(pids)
+    watch = node.watch(3)
+    assert watch.read_observation("ShimDied")
 
 
 @pytest.fixture
