@@ -20,6 +20,8 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 _PR_SET_PTRACER, _PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1).value
 CORE_LIMIT_VARIABLE = "RELAUNCH_CORE_LIMIT"
 """Has the limit of core files that a worker's children got before it gave up its own cores."""
+TERMINATING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+"""Ask a process to end: when the node shuts down, or its unit, login or container is stopped."""
 NO_CORE = 1
 """Bytes. With less than a page the kernel writes no core file. With exactly 1 it hands none to a
 program either, which 0 does not prevent: where `core_pattern` is a pipe, limits do not count but
@@ -105,6 +107,21 @@ def reset_signals() -> None:
         except (OSError, ValueError):  # SIGKILL, SIGSTOP and the two that libc reserves
             continue
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+
+def outlive_terminating_signals() -> None:
+    """Have this process go on after the signals that ask it to end.
+
+    They are not ignored, because a program that it executes would ignore them too.
+    """
+    for number in TERMINATING_SIGNALS:
+        signal.signal(number, lambda number, frame: None)
+
+
+def obey_terminating_signals() -> None:
+    """Have the signals that ask this process to end do so again."""
+    for number in TERMINATING_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
 
 
 def close_all_but(handles: Iterable[int]) -> None:

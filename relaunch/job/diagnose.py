@@ -44,6 +44,9 @@ happens again.
 UNWATCHED = "unwatched"
 """Fence reason of ranks that no controller has watched for as long as the policy allows."""
 
+TERMINATED = "terminated"
+"""Fence reason of ranks whose shim was asked to end by a signal, as when their node shuts down."""
+
 BY_ITSELF = "EssentialContainerExited"
 """Stop code of an ECS task whose container ended by itself."""
 
@@ -336,6 +339,16 @@ def _diagnose_observations(
         if (reading := _read(one, known)).ending.role is Role.ROOT:
             return _diagnose_exit(reading, _more(len(failed) - 1 + more))
     if fenced:
+        taken = sorted((each for each in fenced if each.why == TERMINATED), key=_order)
+        if taken:
+            return Diagnosis(
+                Cause.PREEMPTED,
+                f"{taken[0].node} stopped its own ranks: {taken[0].reason}",
+                nodes=tuple(dict.fromkeys(each.node for each in taken))[:NAMED],
+                code=TERMINATED,
+                certainty=Certainty.LIKELY,
+                by_program=True,  # a program can signal its shim
+            )
         # A node that lost its peers was cut off. One whose lease was never renewed, or that was not
         # watched any more, may have been waiting for relaunch.
         waited = (NEVER_WATCHED, UNWATCHED)

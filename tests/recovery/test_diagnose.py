@@ -562,6 +562,15 @@ def test_a_node_that_fenced_itself_was_cut_off() -> None:
     assert (diagnosis.cause, diagnosis.nodes) == (Cause.NODE_LOST, ("n2",))
 
 
+def test_a_node_whose_shim_was_asked_to_end_was_taken() -> None:
+    reason = "its shim got SIGTERM: its node, unit, login or container is stopped"
+    taken = RanksFenced("n2", at(5), "terminated", reason)
+    isolated = RanksFenced("n1", T0, "isolated", "no peer answered for 60 s")
+    diagnosis = diagnose(running(), FaultObserved(1, (RAISED, isolated, taken), 0, T0))
+    assert (diagnosis.cause, diagnosis.nodes) == (Cause.PREEMPTED, ("n2",))
+    assert diagnosis.by_program, "a rank can signal its shim: that costs no node"
+
+
 LATE = RanksFenced(
     "n2", T0, "never_watched", "no controller watched this generation within 60 s of its start"
 )

@@ -49,6 +49,7 @@ def run(
     """
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    processes.outlive_terminating_signals()  # it ends with the shim, once nothing is left to kill
     os.setsid()
     processes.set_name("relaunch-guard")
     processes.close_all_but([link, extensions])

@@ -107,6 +107,10 @@ def become(
 class Shim:
     stopped_at = 0.0
     """Unix time just before the ranks got SIGTERM."""
+    signalled: str | None = None
+    """The signal that asked this process to end, until it is obeyed."""
+    has_failed = False
+    """Whether a rank has failed otherwise than by a SIGTERM that was not from here."""
 
     def __init__(
         self,
@@ -183,6 +187,8 @@ class Shim:
             os.set_blocking(handle, False)
         signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        for number in processes.TERMINATING_SIGNALS:
+            signal.signal(number, self._note_signal)
         self.loop.watch(waking, lambda events: self._handle_wakeup(waking))
         self.loop.watch(self.sockets.orders.fileno(), lambda events: self._accept())
         while not self._is_over():
@@ -201,6 +207,26 @@ class Shim:
         self.upkeep.due_at = 0.0  # a command that finds files missing also sends a signal
         self._reap()
 
+    def _note_signal(self, number: int, frame: object) -> None:
+        self.signalled = signal.Signals(number).name
+
+    def _obey_signal(self) -> None:
+        """Stop the ranks with their grace if this process was asked to end, and end after them.
+
+        So ask a node that shuts down, and a unit, a login or a container that is stopped: they send
+        SIGTERM to all processes at once, and SIGKILL some time later. A rank may have ended of it
+        before this process got it.
+        """
+        if self.signalled is None:
+            return
+        reason = f"its shim got {self.signalled}: its node, unit, login or container is stopped"
+        self.signalled = None
+        if self.state == "running":
+            self._fence("terminated", reason)
+        elif self.state == "stopping" and not self.is_ending and not self.has_failed:
+            self.journal.append(("Fenced", {"why": "terminated", "reason": reason}))
+        self.is_ending = True
+
     def _reap(self) -> None:
         # Check the fence first. If the guard killed the ranks because the fence was due, their
         # exits count as stopped, also if a renewal has come since. The supervisor sent the reason
@@ -208,6 +234,7 @@ class Shim:
         self.link.read_pending()
         self.guard.read_pending()
         self._fence_if_due()
+        self._obey_signal()
         exits = []
         numbers = {pid: rank for rank, pid in self.alive.items()}
         while True:
@@ -235,6 +262,8 @@ class Shim:
             killed = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
             code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
             failed = failed or code != 0
+            is_terminated = killed == signal.SIGTERM and self.launcher_kill_at is None
+            self.has_failed = self.has_failed or (not stopped and code != 0 and not is_terminated)
             fields = {
                 "rank": rank,
                 "local_rank": self.order["ranks"].index(rank),

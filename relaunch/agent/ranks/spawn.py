@@ -108,6 +108,7 @@ def _become(
     """Turn this newly forked process into the rank. An error is written to the pipe `failure`."""
     step = "prepare the process"
     try:
+        processes.obey_terminating_signals()  # the shim handles them
         os.setsid()
         processes.die_with(shim)
         processes.allow_reading()

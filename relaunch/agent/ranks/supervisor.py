@@ -103,6 +103,7 @@ def run(
     """Run the supervisor in a process that was just forked from the shim."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    processes.outlive_terminating_signals()
     os.setsid()
     processes.set_name("relaunch-sup")
     handles = [sockets.watch.fileno(), sockets.peers.fileno(), sockets.link, sockets.guard]
@@ -257,6 +258,7 @@ class Supervisor:
             self.generation.remove_task_records()
         self.synced = len(self.observations)
         self.state, self.alive, self.leased_until = "gone", [], None
+        processes.obey_terminating_signals()  # what is left to report is in the journal
         self._send_observations()
         self._send_end()
         self.exit_at = now() + self.order["lease"]
