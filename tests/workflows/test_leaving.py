@@ -174,6 +174,18 @@ async def test_a_drain_that_is_taken_back_leaves_the_job_where_it_is(make_rig: M
         await ended(job)
 
 
+async def test_a_job_that_waits_takes_a_released_node_again(make_rig: MakeRig) -> None:
+    async with make(make_rig, nodes=2) as rig:
+        job = await rig.submit(gpus_per_node=8)
+        await job.until_phase(Phase.RUNNING, 1)
+        await rig.fleet.signal("quarantine", {**DRAIN, "within": "0.5s"})
+        await job.until_phase(Phase.WAITING_FOR_NODES, 2)
+        await rig.fleet.signal("release", {"node": "n2", "by": "carol"})
+        state = await job.until_phase(Phase.RUNNING, 2)
+        assert (nodes_of(state), state.drains) == (["n1", "n2"], ())
+        await ended(job)
+
+
 @pytest.mark.long
 async def test_jobs_leave_a_shared_suspect_before_its_examination(
     make_rig: MakeRig,

@@ -58,6 +58,8 @@ COUNT_RETRY = RetryPolicy(maximum_attempts=3)
 """Of a number that only a sentence for people needs."""
 NEW_CLAIM_PATCH = "claim-again-if-changed"
 """Recorded by jobs that do not repeat a claim when they learn that they wait."""
+WANTED_AGAIN_PATCH = "claim-nodes-wanted-again"
+"""Recorded by jobs whose waiting claim takes back a node that is not to be left any more."""
 RESEND, REPORT = "resend the claim", "report faults"
 
 
@@ -282,6 +284,22 @@ class Claims:
             *nodes_to_drain(self._job, workflow.now()),
             *(avoided.node for avoided in self._job.avoided),
         )
+
+    def claim_nodes_wanted_again(self) -> None:
+        """Send the waiting claim again if it avoids a node that the job may use by now, such as
+        one whose drain was cancelled."""
+        job, claim = self._job, self._open
+        if claim is None or job.phase is not Phase.WAITING_FOR_NODES:
+            return
+        # Where ranks may be alive, `acquire` proves them stopped and then claims again; a grant is
+        # better than another claim.
+        if job.maybe_alive or any(grant.kind == "granted" for grant in self._grants):
+            return
+        unwanted = self._list_unwanted()
+        avoid = tuple(node for node in claim.avoid if node in unwanted)
+        if avoid != claim.avoid and workflow.patched(WANTED_AGAIN_PATCH):
+            self._open = replace(claim, avoid=avoid)
+            self.start_resend()
 
     def must_send_timeouts(self, launch: LaunchedGeneration) -> bool:
         """Return whether the fleet knows too short timeouts for a later submission to judge this

@@ -140,6 +140,7 @@ class TrainingJob(MessageHandlers):
             self._drain_timers.update()
             self._watches.report_checkpoints()
             self._claims.update_growth_time()
+            self._claims.claim_nodes_wanted_again()
             self._claims.start_fault_report()
             self._publish()
             self._notices.send_news()
