@@ -183,7 +183,9 @@ def _apply_event(
                 else None
             )
             job = complete_launch(job, event.generation)
-            return replace(job, lost=(), launched_at=event.started_at, incident=incident)
+            return replace(
+                job, lost=(), launched_at=event.started_at, incident=incident, has_run=True
+            )
         case NodesExamined() if job.phase is Phase.EXAMINING and job.recovering is not None:
             return _apply_examination(job, job.recovering, event, now)
         case DeadlinePassed() if job.phase is Phase.EXAMINING and job.recovering is not None:
@@ -706,6 +708,7 @@ def resubmit(
         launched_at=None,
         incident=None,
         failed_resume=None,
+        has_run=False,
         exit_code=None,
         ending=None,
         ended_at=None,

@@ -15,6 +15,7 @@ from relaunch.job.claim import more_at
 from relaunch.job.copies import replace
 from relaunch.job.diagnose import (
     CLAIMED,
+    SECRET_MISSING,
     blame_lost_nodes,
     find_highest,
     has_gone_above,
@@ -682,6 +683,11 @@ def _decide_on_fault(job: JobState, diagnosis: Diagnosis, now: datetime) -> Deci
             Phase.FAILED,
             f"{diagnosis.reason}; it is not restarted",
             exit_code=diagnosis.exit_code or 1,
+        )
+    if diagnosis.code == SECRET_MISSING:
+        return Ask(
+            diagnosis.reason,
+            question=f"let the workers of fleet {job.spec.fleet} read it again, then {ANSWERS}?",
         )
     if job.lost and not may_leave_lost_behind(job):
         # Ranks on the lost nodes may still be running: a second copy elsewhere would be worse than

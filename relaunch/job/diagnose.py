@@ -27,6 +27,7 @@ from relaunch.evidence.reachability import CUT_OFF
 from relaunch.job.copies import replace
 from relaunch.job.events import FaultObserved, LaunchFailed, LaunchRefused, NodeRefusal, RanksHung
 from relaunch.job.fencing import fences
+from relaunch.job.rules import ALL_RULES, Rule, Rules
 from relaunch.job.state import Certainty, Diagnosis, JobState
 from relaunch.text import join_names
 
@@ -91,14 +92,23 @@ REFUSAL_CAUSES = {
     "secret_missing": Cause.USER_INPUT,
     "stuck": Cause.NODE_FAULT,
     "disk_full": Cause.NODE_FAULT,
+    "address_not_ready": Cause.NODE_FAULT,
     "held": Cause.PLATFORM,
     "rebooting": Cause.PLATFORM,
     "other_fleet": Cause.PLATFORM,
 }
 """The cause that an agent's refusal code indicates.
 
-Any other code concerns only the controller and the agent, and counts as PLATFORM.
+Any other code concerns only the controller and the agent, and counts as PLATFORM. What is
+USER_INPUT here is the node's own fault once it has run, or if other nodes accept it.
 """
+SECRET_MISSING = "secret_missing"
+"""Of all workers that were asked, and of no node."""
+UNPREPARED = ("command_not_found", "workdir_missing", "cannot_start", "address_not_ready")
+"""Refusals of nodes whose mounts, container or network may not be there yet."""
+MAX_REFUSALS = 16
+"""Most refusals that a launch reports of one order. Where there are as many, others may have
+refused as well."""
 
 MAX_CLAIMS = 3
 """Maximum number of consecutive launches above a token that a node claims to have seen.
@@ -119,7 +129,7 @@ UNFINISHED = {
 Fault = FaultObserved | RanksHung | LaunchFailed | LaunchRefused
 
 
-def diagnose(job: JobState, fault: Fault) -> Diagnosis:
+def diagnose(job: JobState, fault: Fault, rules: Rules = ALL_RULES) -> Diagnosis:
     """Return the root cause of a fault by its own evidence, whichever nodes of the job are lost.
 
     A cascade is never the cause while there is a root. Among roots the earliest wins, and a node's
@@ -130,7 +140,8 @@ def diagnose(job: JobState, fault: Fault) -> Diagnosis:
         case LaunchFailed():
             return Diagnosis(Cause.NODE_LOST, fault.reason, nodes=fault.unreachable)
         case LaunchRefused():
-            return _diagnose_claim(job, fault) or _diagnose_refusal(fault)
+            claimed = _diagnose_claim(job, fault)
+            return claimed or _diagnose_refusal(job, fault, Rule.NODE_REFUSES in rules)
         case RanksHung() if fault.silent and fences(job):
             # A gang that hangs while one of its nodes is silent is waiting for that node.
             nodes = tuple(node for node, _ in fault.silent)
@@ -772,20 +783,28 @@ def _diagnose_claim(job: JobState, fault: LaunchRefused) -> Diagnosis | None:
     return Diagnosis(Cause.NODE_LOST, reason, nodes=(claim.node,), certainty=Certainty.LIKELY)
 
 
-def _diagnose_refusal(fault: LaunchRefused) -> Diagnosis:
+def _diagnose_refusal(job: JobState, fault: LaunchRefused, may_be_node: bool) -> Diagnosis:
     for refusal in fault.refusals:
         if cause := REFUSAL_CAUSES.get(refusal.why):
             code = 127 if refusal.why == "command_not_found" else 1
+            alike: tuple[str, ...] = (refusal.node,)
+            is_input, why = cause is Cause.USER_INPUT, ""
+            if is_input and may_be_node and (why := _exonerate_input(job, fault, refusal)):
+                is_input = False
+                if refusal.why != SECRET_MISSING:
+                    cause = Cause.NODE_FAULT
+                    alike = tuple(one.node for one in fault.refusals if one.why == refusal.why)
             return Diagnosis(
                 cause,
-                f"{refusal.node}: {refusal.reason}",
-                nodes=(refusal.node,),
+                f"{refusal.node}: {refusal.reason}{why}",
+                nodes=tuple(dict.fromkeys(alike))[:NAMED],
                 code=refusal.why,
                 certainty=Certainty.CERTAIN,
                 exit_code=code,
-                by_program=refusal.why == "disk_full",  # by whom, an examination cannot say
+                # Why its disk is full, or what is not there yet, an examination cannot say.
+                by_program=cause is Cause.NODE_FAULT and refusal.why != "stuck",
                 # No rank was started, and a retry would be refused in the same way.
-                do_not_restart=cause is Cause.USER_INPUT,
+                do_not_restart=is_input,
             )
     first = fault.refusals[0]
     return Diagnosis(
@@ -793,6 +812,18 @@ def _diagnose_refusal(fault: LaunchRefused) -> Diagnosis:
         f"{first.node} refused to launch: {first.reason}",
         certainty=Certainty.CERTAIN,
     )
+
+
+def _exonerate_input(job: JobState, fault: LaunchRefused, refusal: NodeRefusal) -> str:
+    """Return why a refusal cannot be due to what the user wrote, as a clause to append; empty: it
+    may be."""
+    if job.has_run:
+        return "; this job has run before"
+    if refusal.why == SECRET_MISSING or len(fault.refusals) >= MAX_REFUSALS:
+        return ""
+    refusing = {one.node for one in fault.refusals}
+    others = tuple(slot.node for slot in job.slots if slot.node not in refusing)
+    return f"; {join_names(others, 4)} did not refuse it" if others else ""
 
 
 def _exit_code(one: RankExited) -> int:

@@ -108,7 +108,7 @@ class NodeRefusal:
     node: str
     why: str
     """The agent's refusal code: not_above, stopped, stuck, expired, command_not_found,
-    workdir_missing, cannot_start, …"""
+    workdir_missing, cannot_start, address_not_ready, …"""
     reason: str
     highest: tuple[int, int] | None = None
     """(submission, generation) that the node has seen, for not_above and stopped."""

@@ -17,6 +17,7 @@ from relaunch.evidence.findings import Verdict
 from relaunch.evidence.reachability import CUT_OFF
 from relaunch.fields import duration
 from relaunch.job.copies import replace
+from relaunch.job.diagnose import UNPREPARED
 from relaunch.job.resumes import (
     ask_about_checkpoint,
     ends_resumes,
@@ -633,8 +634,21 @@ def _relaunch(
         without=without,
         avoid=fault.nodes if rung.isolate else (),
         keep_nodes=rung.strategy is not Strategy.RESCHEDULE_JOB,
-        delay=rung.delay_of(used),
+        delay=max(rung.delay_of(used), _delay_unprepared(fault, used)),
     )
+
+
+UNPREPARED_DELAY = timedelta(seconds=10)
+"""How long a launch waits after a node has refused what it may not have yet, such as a mount. It is
+tripled with each try of a rung."""
+MAX_UNPREPARED_DELAY = timedelta(minutes=5)
+
+
+def _delay_unprepared(fault: Diagnosis, used: int) -> timedelta:
+    if fault.cause is not Cause.NODE_FAULT or fault.code not in UNPREPARED:
+        return timedelta(0)
+    delay: timedelta = UNPREPARED_DELAY * 3 ** min(used, 10)
+    return min(delay, MAX_UNPREPARED_DELAY)
 
 
 def _take(fault: Diagnosis, rung: Rung, now: datetime) -> Try:

@@ -618,6 +618,9 @@ class JobState:
     """What the job's time went into."""
     failed_resume: FailedResume | None = None
     """None: the program has not failed since training last advanced, or has got further since."""
+    has_run: bool = False
+    """Whether a generation of this submission has been started on all its nodes, so that its
+    command, its folder and its secrets were there."""
 
     @property
     def token(self) -> Token:

@@ -12,33 +12,39 @@ from relaunch.job.apply import apply_decision, apply_event
 from relaunch.job.decide import decide, is_late
 from relaunch.job.diagnose import Fault, diagnose
 from relaunch.job.events import Event, NodesSlow
+from relaunch.job.rules import ALL_RULES, Rules
 from relaunch.job.slow_nodes import diagnose_slow_nodes
 from relaunch.job.state import Decision, Diagnosis, JobState
 
 
-def step(job: JobState, event: Event, now: datetime) -> tuple[JobState, Decision]:
+def step(
+    job: JobState, event: Event, now: datetime, rules: Rules = ALL_RULES
+) -> tuple[JobState, Decision]:
     """Return the state of a job after an event, and what it does next.
 
     A launch's generation number and its try are counted in that state, before anything is started.
+    `rules` are those in force; fewer than all are for histories from before a rule.
     """
-    job, decision = evaluate_event(job, event, now)
+    job, decision = evaluate_event(job, event, now, rules)
     return apply_decision(job, decision, now), decision
 
 
-def evaluate_event(job: JobState, event: Event, now: datetime) -> tuple[JobState, Decision]:
+def evaluate_event(
+    job: JobState, event: Event, now: datetime, rules: Rules = ALL_RULES
+) -> tuple[JobState, Decision]:
     """Return a job's state with an event recorded, and the decision, which is not recorded yet.
 
     For a replay, in which the recorded decision may take the place of this one.
     """
-    diagnosis = diagnose_event(job, event)
+    diagnosis = diagnose_event(job, event, rules)
     job = apply_event(job, event, diagnosis, now)
     return job, decide(job, event, diagnosis, now)
 
 
-def diagnose_event(job: JobState, event: Event) -> Diagnosis | None:
+def diagnose_event(job: JobState, event: Event, rules: Rules = ALL_RULES) -> Diagnosis | None:
     """Return the root cause of a fault; None where the event is no fault, or comes too late."""
     if not isinstance(event, Fault | NodesSlow) or is_late(job, event):
         return None
     if isinstance(event, NodesSlow):
         return diagnose_slow_nodes(job, event)
-    return diagnose(job, event)
+    return diagnose(job, event, rules)

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,8 @@ from real_node import (
     wait_for,
 )
 
-from relaunch.agent.ranks import spawn
+from relaunch.agent.protocol import Refusal
+from relaunch.agent.ranks import peers, spawn
 from relaunch.spec import job
 
 OLD_PYTHON = Path("~/.pyenv/versions/3.8.18/bin/python3.8").expanduser()
@@ -235,7 +237,7 @@ BAD_ORDERS: list[tuple[dict[str, Any], str]] = [
     ({"ranks": ["0"]}, "bad_order"),
     ({"lease": 0}, "bad_order"),
     ({"lease": "60"}, "bad_order"),
-    ({"address": "192.0.2.77"}, "cannot_start"),
+    ({"address": "192.0.2.77"}, "address_not_ready"),
 ]
 
 
@@ -267,6 +269,25 @@ def test_bad_start_orders_leave_the_generation_prepared(node: Node, more: dict[s
     node.prepare()
     assert why(node.start(**more)) == "refused bad_order"
     assert why(node.start()) == "done"
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [(socket.EAI_AGAIN, "address_not_ready"), (socket.EAI_NONAME, "cannot_start")],
+)
+def test_a_silent_resolver_says_nothing_about_a_name(
+    monkeypatch: pytest.MonkeyPatch, number: int, expected: str
+) -> None:
+    """The resolver is a double: which of the two errors a real one gives is its machine's."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise socket.gaierror(number, "no answer")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    with pytest.raises(Refusal) as refused:
+        peers.resolve("n2.example", 0)
+    assert refused.value.answer["why"] == expected
+    assert "n2.example" in refused.value.answer["reason"]
 
 
 def test_noise_on_a_session_is_answered_and_does_not_end_it(node: Node) -> None:

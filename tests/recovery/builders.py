@@ -20,6 +20,7 @@ from relaunch.job.events import (
     Launched,
     LaunchFailed,
     LaunchRefused,
+    NodeRefusal,
     NodeReturned,
     NodesAcquired,
     NodesExamined,
@@ -103,6 +104,18 @@ def running(*, policy: Policy | None = None, generation: int = 1, **spec_changes
     job, _ = play(job, NodesAcquired(slots), Launched(generation, T0, T0))
     assert job.phase is Phase.RUNNING
     return job
+
+
+def first_launch(*, policy: Policy | None = None, **spec_changes: Any) -> JobState:
+    """A job to which n1, n2, … were granted, and whose ranks are about to be started."""
+    job = new_job(policy=policy, **spec_changes)
+    slots = tuple(Slot(f"n{i + 1}", f"10.0.0.{i + 1}", 1, 1) for i in range(job.spec.node_count))
+    return play(job, Submitted("", "ada"), NodesAcquired(slots))[0]
+
+
+def refused(why: str, *nodes: str, generation: int = 1) -> LaunchRefused:
+    """Nodes have refused to launch with this code."""
+    return LaunchRefused(generation, tuple(NodeRefusal(node, why, "…") for node in nodes))
 
 
 def relaunched(job: JobState, now: datetime = T0) -> JobState:

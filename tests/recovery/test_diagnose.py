@@ -22,6 +22,7 @@ from relaunch.job.diagnose import (
     AHEAD,
     BEHIND,
     CLOCKS_AGREE,
+    MAX_REFUSALS,
     RIVALS,
     blame_lost_nodes,
     diagnose,
@@ -29,13 +30,23 @@ from relaunch.job.diagnose import (
 )
 from relaunch.job.events import (
     FaultObserved,
-    LaunchRefused,
-    NodeRefusal,
     NodeUnreachable,
     RanksHung,
 )
-from relaunch.job.state import Certainty
-from tests.recovery.builders import FOREIGN_KILL, T0, at, error, exited, fault, running, step, xid
+from relaunch.job.state import Certainty, Slot
+from tests.recovery.builders import (
+    FOREIGN_KILL,
+    T0,
+    at,
+    error,
+    exited,
+    fault,
+    first_launch,
+    refused,
+    running,
+    step,
+    xid,
+)
 
 WROTE = T0.timestamp() - 1.0
 KILLED = exited(3, "n2", signal=9)
@@ -609,18 +620,38 @@ def test_what_fails_while_a_node_is_lost_is_laid_to_the_loss() -> None:
 @pytest.mark.parametrize(
     ("why", "cause", "suspects"),
     [
-        ("command_not_found", Cause.USER_INPUT, ("n1",)),
-        ("workdir_missing", Cause.USER_INPUT, ("n1",)),
         ("stuck", Cause.NODE_FAULT, ("n1",)),
         ("disk_full", Cause.NODE_FAULT, ("n1",)),
         ("held", Cause.PLATFORM, ("n1",)),
         ("rebooting", Cause.PLATFORM, ("n1",)),
         ("expired", Cause.PLATFORM, ()),
+        ("address_not_ready", Cause.NODE_FAULT, ("n1",)),
     ],
 )
 def test_a_refusal_is_whose_fault(why: str, cause: Cause, suspects: tuple[str, ...]) -> None:
-    diagnosis = diagnose(running(), LaunchRefused(1, (NodeRefusal("n1", why, "…"),)))
-    assert (diagnosis.cause, diagnosis.nodes) == (cause, suspects)
+    for job in (first_launch(), running()):
+        diagnosis = diagnose(job, refused(why, "n1"))
+        assert (diagnosis.cause, diagnosis.nodes) == (cause, suspects)
+        assert not diagnosis.do_not_restart
+
+
+@pytest.mark.parametrize("why", ["command_not_found", "workdir_missing", "cannot_start"])
+def test_what_has_run_or_others_accept_is_no_wrong_input(why: str) -> None:
+    wrong = diagnose(first_launch(), refused(why, "n1", "n2"))
+    assert (wrong.cause, wrong.nodes, wrong.do_not_restart) == (Cause.USER_INPUT, ("n1",), True)
+    for job, nodes in ((first_launch(), ("n2",)), (running(), ("n2",)), (running(), ("n1", "n2"))):
+        diagnosis = diagnose(job, refused(why, *nodes))
+        assert (diagnosis.cause, diagnosis.nodes, diagnosis.code) == (Cause.NODE_FAULT, nodes, why)
+        assert diagnosis.by_program and not diagnosis.do_not_restart
+    before = diagnose(running(), refused(why, "n1"), rules=())
+    assert (before.cause, before.do_not_restart) == (Cause.USER_INPUT, True)
+
+
+def test_many_refusals_may_be_those_of_all_nodes() -> None:
+    nodes = tuple(f"n{number}" for number in range(1, MAX_REFUSALS + 1))
+    job = replace(first_launch(), slots=tuple(Slot(f"n{n}", "10.0.0.1") for n in range(1, 65)))
+    assert diagnose(job, refused("command_not_found", *nodes)).cause is Cause.USER_INPUT
+    assert diagnose(job, refused("command_not_found", *nodes[1:])).cause is Cause.NODE_FAULT
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,11 @@ from tests.recovery.builders import (
     error,
     exited,
     fault,
+    first_launch,
     hung,
     lose,
     raised,
+    refused,
     relaunched,
     running,
     sick,
@@ -216,23 +218,18 @@ def test_s3_6_the_earliest_error_is_the_cause_with_its_traceback(
             0,
             id="nor is the host's",
         ),
-        pytest.param(
-            "user",
-            this(
-                LaunchRefused(
-                    1, (NodeRefusal("n1", "command_not_found", "trian.py is not on PATH"),)
-                )
-            ),
-            "FAILED 127",
-            0,
-            id="input that was wrong before any worker was started is not retried",
-        ),
     ],
 )
 def test_s3_7_whose_fault_it_is_says_whose_budget_it_takes(
     whose: str, event: Any, expected: str, spent: int
 ) -> None:
     assert walk(job(), (event, expected)).restarts_spent == spent, whose
+
+
+def test_s3_7_wrong_input_of_the_first_launch_is_not_retried() -> None:
+    starting = first_launch(policy=preset("torchelastic"))
+    ending = this(refused("command_not_found", "n1", "n2"))
+    assert walk(starting, (ending, "FAILED 127")).restarts_spent == 0
 
 
 def test_s3_7_platform_faults_fail_the_job_but_spend_no_restart() -> None:

@@ -29,6 +29,7 @@ with workflow.unsafe.imports_passed_through():
         Submitted,
         WorkflowReset,
     )
+    from relaunch.job.rules import ALL_RULES, list_affected
     from relaunch.job.state import (
         Ask,
         Decision,
@@ -190,7 +191,13 @@ class TrainingJob(MessageHandlers):
 
     def _step(self, event: Event) -> tuple[JobState, Decision]:
         job, now = self._session.job, workflow.now()
-        after, decision = step(job, event, now)
+        rules = ALL_RULES
+        after, decision = step(job, event, now, rules)
+        for rule in list_affected(job, event):
+            fewer = tuple(one for one in rules if one is not rule)
+            before = step(job, event, now, fewer)
+            if before != (after, decision) and not workflow.patched(rule):
+                rules, (after, decision) = fewer, before
         if not isinstance(decision, Examine):
             return after, decision
         if decision.links and not workflow.patched(LINKS_PATCH):
@@ -201,7 +208,7 @@ class TrainingJob(MessageHandlers):
             return after, decision
         # A history of before this was checked: decide as it was decided then.
         unchecked = job.policy.model_copy(update={check: False})
-        after, decision = step(replace(job, policy=unchecked), event, now)
+        after, decision = step(replace(job, policy=unchecked), event, now, rules)
         return replace(after, policy=job.policy), decision
 
     def _act_without(self, node: str, decision: Decision, waited_for: tuple[str, ...]) -> None:
@@ -363,8 +370,9 @@ class TrainingJob(MessageHandlers):
 
 def _first_state(start: TrainingJobInput) -> JobState:
     """Return the state with which a run begins: a new submission, or that of the run before."""
-    if start.resume is not None:
-        return start.resume
+    if (resume := start.resume) is not None:
+        # 0.1.0 did not record that it has run.
+        return replace(resume, has_run=resume.has_run or resume.launched_at is not None)
     # Without a worker the first task may come hours later.
     info, now = workflow.info(), workflow.info().workflow_start_time
     submission = int(now.timestamp() * 1000)

@@ -77,8 +77,11 @@ def resolve(address: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, .
     try:
         family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
+        # A resolver that does not answer says nothing about the name.
+        is_unready = isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN
         raise Refusal(
-            "cannot_start", f"the address {address} cannot be resolved: {error}"
+            "address_not_ready" if is_unready else "cannot_start",
+            f"the address {address} cannot be resolved: {error}",
         ) from None
     return family, target
 
@@ -287,8 +290,11 @@ def listen(address: str) -> socket.socket:
         listener.bind(target)
     except OSError as error:
         listener.close()
+        # No interface has it, perhaps not yet: the node may just have started.
+        is_unready = error.errno == errno.EADDRNOTAVAIL
         raise Refusal(
-            "cannot_start", f"no port can be bound on {address}: {os.strerror(error.errno or 0)}"
+            "address_not_ready" if is_unready else "cannot_start",
+            f"no port can be bound on {address}: {os.strerror(error.errno or 0)}",
         ) from None
     listener.listen(MAX_CALLERS)
     listener.setblocking(False)
