@@ -122,6 +122,7 @@ def _check_node(fleet: FleetPreflight, seen: NodePreflight) -> Iterator[CheckRow
     if ssh:
         yield from _check_powers(fleet.spec, seen)
         yield _check_logout(seen)
+        yield from _check_host_name(fleet, facts)
     yield _check_network(fleet, seen)
 
 
@@ -481,6 +482,22 @@ def _check_logout(seen: NodePreflight) -> CheckRow:
         what,
         "find out what kills processes at logout there (PAM modules, cron jobs, a batch system) "
         "and exempt this user",
+    )
+
+
+def _check_host_name(fleet: FleetPreflight, facts: Mapping[str, Any]) -> Iterator[CheckRow]:
+    host = facts.get("host")
+    found = host if isinstance(host, Mapping) else {}
+    if not found.get("loopback") or len(fleet.spec.nodes) < 2:
+        return
+    name = found.get("name")
+    yield CheckRow(
+        "host name",
+        CheckResult.WARN,
+        f"this host's own name resolves to loopback ({found['loopback']} for {name} in "
+        "/etc/hosts): gloo tells ranks of other nodes to connect to that, and they cannot",
+        f"write the address that other nodes have for {name} into that line of /etc/hosts there, "
+        "or set `env: {GLOO_SOCKET_IFNAME: …}` in the job file",
     )
 
 

@@ -295,12 +295,30 @@ def test_an_unwatched_node_without_its_gang_fences_while_leased(
     """
     first, second = make_node("n1"), make_node("n2")
     watches = launch([first, second], [6.0, 60.0], [[1], [0]], fence_after=60.0)
+    goes_on(watches[0], 2.5)  # it has asked n2 twice: a lease of 6 s is compared each second
     second.kill_everything()
     goes_on(watches[0], 2.5)
     assert not find_fence(first), "the controller decides while it watches"
     watches[0].close()
     wait_for(lambda: find_fence(first).get("why") == "isolated")
     assert "n2" in find_fence(first)["reason"]
+
+
+def test_a_refusing_peer_that_never_answered_proves_nothing(node: Node) -> None:
+    """As behind a firewall that rejects, or beside a node that listens on loopback only."""
+    node.prepare(1, [0], lease=1.5, fence_after=0.8, stop_grace=0.5)
+    away = {"node": "n2", "address": "127.0.0.1", "port": 1}
+    node.start(1, ranks=1, node="n1", secret="ab", peers=[away])
+    watch = node.watch()
+    first = watch.read_until("heartbeat")
+    watch.renew()
+    watch.read_until(
+        "heartbeat",
+        lambda beat: beat["stamp"] + beat["lease_left"] > first["stamp"] + first["lease_left"],
+    )
+    watch.close()
+    fence = wait_for(lambda: find_fence(node))
+    assert (fence["why"], "n2" in fence["reason"]) == ("isolated", False), "only by its own lease"
 
 
 def test_a_silent_peer_is_no_reason_to_fence_while_leased(make_node: Callable[..., Node]) -> None:

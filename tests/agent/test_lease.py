@@ -305,6 +305,20 @@ def test_a_peer_with_another_secret_is_no_peer(make_node: Callable[..., Node]) -
     assert watch.read_observation("Fenced")["why"] == "isolated"
 
 
+@pytest.mark.parametrize(
+    ("address", "is_for_others"), [("127.1", True), ("127.0.0.1", False), ("localhost", False)]
+)
+def test_a_name_that_is_loopback_here_is_bound_for_others(
+    node: Node, address: str, is_for_others: bool
+) -> None:
+    """`127.1`, to a resolver, is a name of 127.0.0.1, as /etc/hosts has a host's own name."""
+    prepared = node.prepare(1, [0], address=address)
+    assert prepared is not None
+    with socket.socket() as caller:
+        is_reached = caller.connect_ex(("127.0.0.2", prepared["peer_port"])) == 0
+    assert is_reached is is_for_others
+
+
 def test_a_cut_node_is_silent_and_fences_itself(node: Node) -> None:
     pids = node.run(1, **SHORT)
     watch = node.watch()

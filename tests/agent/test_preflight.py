@@ -6,6 +6,7 @@ And whether what it started outlives the connection.
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -51,6 +52,11 @@ def test_a_node_says_what_it_runs_with_and_where_it_keeps_things(node: Node) -> 
         ["df", "--output=fstype", str(node.state)], capture_output=True, text=True, check=True
     ).stdout.split()
     assert answer["state"]["type"] == told[-1]
+    own = socket.gethostbyname(socket.gethostname())
+    assert answer["host"] == {
+        "name": socket.gethostname(),
+        "loopback": own if own.startswith("127.") else None,
+    }
     assert (answer["left"], answer["nvidia_smi"], answer["gpu_reset"]) == (None, None, None)
 
 

@@ -194,6 +194,11 @@ NOT_FINE: list[tuple[str, CheckResult, dict[str, Any]]] = [
             }
         },
     ),
+    (
+        "host name",
+        CheckResult.WARN,
+        {"facts": {"host": {"name": "gpu-01", "loopback": "127.0.1.1"}}},
+    ),
     ("clock", CheckResult.WARN, {"probe": {"wall": 1009.0, "answered": 1009.0}}),
     ("clock", CheckResult.WARN, {"probe": {"wall": 600.0, "answered": 600.0}}),
     ("GPUs", CheckResult.FAIL, {"probe": {"gpus": {"unreadable": "no library"}}}),

@@ -135,6 +135,8 @@ class Shim:
     late_by: float = 0.0
     """For how long the clock has stood still since it was prepared, and that is not found out."""
     standstills: Standstills = field(default_factory=Standstills)
+    known: set[int] = field(default_factory=set)
+    """Peers that have answered since the first renewal: only their refusal counts."""
     alone_since: float = -NEVER
     """Since when no peer knows this generation any more and no watcher is connected."""
 

@@ -467,6 +467,8 @@ class World:
     def _ask_peers(self, h: int, node: Node, shim: Shim) -> None:
         clock, asks = node.clock(self.now), node.asks(shim, self.now)
         answers = self.answers(shim, h)
+        if shim.lease is not None and shim.lease.renewed:
+            shim.known |= {peer for peer, _ in answers}
         for peer, answer in answers:
             if asks:
                 node.hear(shim, peer, clock, answer, self.now)
@@ -475,8 +477,8 @@ class World:
             node.see_alone(shim, self.now)
 
     def _is_refused(self, h: int, shim: Shim) -> bool:
-        """Return whether some peer's machine is reached, and lacks this generation."""
-        for peer in map(int, shim.peers):
+        """Return whether some peer's machine is reached, and lacks this generation, that it had."""
+        for peer in sorted(shim.known):
             node = self.nodes[peer]
             if (
                 node.awake

@@ -553,6 +553,12 @@ LINES: list[tuple[str, str]] = [
     ("python_connection", "ConnectionResetError: [Errno 104] Connection reset by peer"),
     ("python_connection", "[rank3]: BrokenPipeError: [Errno 32] Broken pipe"),
     (
+        "gloo_loopback",
+        "RuntimeError: Gloo connectFullMesh failed with [gloo/transport/tcp/pair.cc:152] timed out "
+        "connecting: SO_ERROR: Connection refused, remote=[127.0.1.1]:20901",
+    ),
+    ("gloo_loopback", "RuntimeError: connect [127.0.1.1]:29341: Connection refused"),
+    (
         "gloo_closed",
         "RuntimeError: [../gloo/gloo/transport/tcp/pair.cc:534] Connection closed by "
         "peer [10.0.0.2]:5555",
@@ -733,6 +739,11 @@ def test_a_line_is_read_by_its_row(row: str, line: str) -> None:
 def test_every_row_of_the_log_table_is_met_by_a_line() -> None:
     # The code of an NPU, in a line of npu_event, has its own row and its own tests.
     assert {row.id for row in catalog().log_lines} == {"npu_event", *(row for row, _ in LINES)}
+
+
+def test_gloo_on_one_node_may_be_refused_by_a_rank_that_died() -> None:
+    line = "SO_ERROR: Connection refused, remote=[127.0.0.1]:2485, rank=0, size=2"
+    assert [found.code for found in read_log([line], catalog())] == ["log conn_reset"]
 
 
 @pytest.mark.parametrize(

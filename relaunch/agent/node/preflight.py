@@ -24,7 +24,7 @@ from relaunch.agent.folders import find_mount
 from relaunch.agent.node import repairs
 from relaunch.agent.protocol import Fields, Json, Refusal, refuse_field
 from relaunch.agent.ranks.master_port import hold_port
-from relaunch.agent.ranks.peers import resolve
+from relaunch.agent.ranks.peers import is_loopback_name, resolve
 from relaunch.agent.state import read_boot_id
 
 TOOL_TIMEOUT = 5.0
@@ -56,6 +56,7 @@ def check_node(state: Path, order: Fields) -> Json:
         "uid": os.geteuid(),
         "state": {"path": str(state), **find_mount(state)},
         "session": _find_session(),
+        "host": _resolve_host(),
         "nvidia_smi": _try_tool(["nvidia-smi", "-L"], until) if with_gpus else None,
         "dcgmi": _try_tool(["dcgmi", "discovery", "-l"], until) if with_gpus else None,
         "reboot": _check_reboot(until),
@@ -81,6 +82,19 @@ def _find_session() -> Optional[str]:
     return next(
         (part for part in parts if part.startswith("session-") and part.endswith(".scope")), None
     )
+
+
+def _resolve_host() -> Json:
+    """Return this host's own name, and the loopback address that it is to this host, if it is one.
+
+    It is what gloo tells other ranks to connect to.
+    """
+    name = socket.gethostname()
+    try:
+        address = resolve(name, 0)[1][0]
+    except Refusal:
+        return {"name": name, "loopback": None}
+    return {"name": name, "loopback": address if is_loopback_name(name, address) else None}
 
 
 def _try_tool(command: List[str], until: float) -> Json:

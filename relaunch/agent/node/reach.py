@@ -21,7 +21,7 @@ from typing import Dict, List, Optional, Union
 from relaunch.agent import processes
 from relaunch.agent.protocol import Fields, Json, ProcessHandover, Refusal, refuse_field
 from relaunch.agent.ranks.master_port import hold_port
-from relaunch.agent.ranks.peers import resolve
+from relaunch.agent.ranks.peers import bind, resolve
 from relaunch.agent.state import read_boot_id
 
 MAX_STAY = 120.0
@@ -73,9 +73,7 @@ def _listen(answer: Json, address: str, stay: float) -> Union[Json, ProcessHando
     listeners: List[socket.socket] = []
     try:
         listeners.append(hold_port(address))
-        family, target = resolve(address, 0)
-        listeners.append(socket.socket(family, socket.SOCK_STREAM))
-        listeners[-1].bind(target)
+        listeners.append(bind(address, 0))
         for listener in listeners:
             listener.listen(BACKLOG)
             listener.setblocking(False)

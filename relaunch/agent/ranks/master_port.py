@@ -13,20 +13,16 @@ def hold_port(address: str) -> socket.socket:
     """Bind a free port for MASTER_PORT, preferably below the kernel's ephemeral port range.
 
     Raises:
-        Refusal: No port is free.
+        Refusal: No port is free, or the address cannot be resolved.
     """
     with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
         lowest = int(file.read().split()[0])
     candidates = random.sample(range(20000, lowest), 20) if lowest > 20100 else []
     for port in [*candidates, 0]:
-        family, target = peers.resolve(address, port)
-        holder = socket.socket(family, socket.SOCK_STREAM)
         try:
-            holder.bind(target)
+            return peers.bind(address, port)
         except OSError:
-            holder.close()
             continue
-        return holder
     raise Refusal("cannot_start", f"no port is free on {address}")
 
 

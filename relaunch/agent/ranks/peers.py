@@ -86,6 +86,34 @@ def resolve(address: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, .
     return family, target
 
 
+def bind(address: str, port: int) -> socket.socket:
+    """Return a socket at a port of this node that others reach by the address.
+
+    A node's own name may be a loopback address to the node alone: Debian and Ubuntu write
+    `127.0.1.1` and the name into /etc/hosts. Then the port is one of all its addresses.
+
+    Raises:
+        Refusal: The address cannot be resolved.
+        OSError: The port cannot be bound.
+    """
+    family, target = resolve(address, port)
+    if is_loopback_name(address, target[0]):
+        target = ("::" if family is socket.AF_INET6 else "0.0.0.0", port)
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.bind(target)
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def is_loopback_name(name: str, address: str) -> bool:
+    """Return whether a name that does not say so is resolved to a loopback address."""
+    is_loopback = address == "::1" or address.startswith("127.")
+    return is_loopback and name not in (address, "localhost")
+
+
 class Peers:
     def __init__(
         self,
@@ -107,10 +135,14 @@ class Peers:
         """The question in flight to each node, and when it was sent."""
         self.answered_nodes: set[str] = set()
         """Nodes that have answered in the current round of questions."""
+        self.known_nodes: set[str] = set()
+        """Nodes that have answered this supervisor, in any round."""
         self.refusing_nodes: set[str] = set()
-        """Nodes that refused the connection in the current round.
+        """Of `known_nodes`, those that refused the connection in the current round.
 
-        Neither the shim nor the supervisor of this generation lives there.
+        Neither the shim nor the supervisor of this generation lives there any more. One that has
+        never answered proves nothing: a firewall that rejects refuses as well, and so does a host
+        on which the address of its listener is not the one that others know.
         """
         loop.watch(listener.fileno(), lambda events: self._accept())
 
@@ -170,12 +202,14 @@ class Peers:
 
     def _forget(self, node: str) -> None:
         question = self.questions.pop(node, None)
-        if question is not None and question[0].error == errno.ECONNREFUSED:
+        if question is None or node not in self.known_nodes:
+            return
+        if question[0].error == errno.ECONNREFUSED:
             self.refusing_nodes.add(node)
 
     @property
     def is_alone(self) -> bool:
-        """Return whether the round is over, a peer refused the connection, and none answered."""
+        """Return whether the round is over, none answered, and one that had answered refused."""
         return bool(self.refusing_nodes) and not self.answered_nodes and not self.questions
 
     def _hear_answer(
@@ -203,6 +237,7 @@ class Peers:
         if (stop is None and stopped is not None) or (known is None and highest is not None):
             return
         self.answered_nodes.add(node)
+        self.known_nodes.add(node)
         reason = None
         if stop is not None and stop >= self.token.order:
             reason = f"peer {node} knows that this generation was stopped"
@@ -284,12 +319,9 @@ def listen(address: str) -> socket.socket:
     Raises:
         Refusal: No port can be bound on the address.
     """
-    family, target = resolve(address, 0)
-    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.bind(target)
+        listener = bind(address, 0)
     except OSError as error:
-        listener.close()
         # No interface has it, perhaps not yet: the node may just have started.
         is_unready = error.errno == errno.EADDRNOTAVAIL
         raise Refusal(
