@@ -11,9 +11,11 @@ import hashlib
 import json
 import logging
 import os
+import resource
 import signal
 import sys
 import time
+import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -140,9 +142,12 @@ class WorkerFleets:
     stays as it is."""
     signatures: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     """Signature of each file (see `_read_signature`) when it was last read."""
-    replaced: list[Backend] = field(default_factory=list)
-    """Backends of earlier versions of the fleets, kept so that operations in progress on them can
-    finish."""
+    replaced: weakref.WeakSet[Backend] = field(default_factory=weakref.WeakSet)
+    """Backends of earlier versions of the fleets that operations in progress still use. Their
+    connections are closed one by one, each after the last of these on it."""
+    replaced_lasting: list[Backend] = field(default_factory=list)
+    """The same of backends without sessions (ECS), closed when the worker ends: tasks in the
+    background use them."""
     server: str = ""
     """The id of the Temporal server that this worker works for."""
     kept: Path | None = None
@@ -180,7 +185,7 @@ class WorkerFleets:
             if spec != before:
                 backend = make_backend(path, spec)
                 backend.server = self.server
-                self.replaced.append(self.backends[fleet])
+                self._retire(self.backends[fleet])
                 self.specs[fleet], self.backends[fleet] = spec, backend
                 self.keep(path)
         except ConfigError as error:
@@ -188,6 +193,13 @@ class WorkerFleets:
             raise ValueError(str(error)) from None
         self.wrong.pop(fleet, None)
         return spec
+
+    def _retire(self, backend: Backend) -> None:
+        if isinstance(backend, SessionBackend):
+            backend.retire()
+            self.replaced.add(backend)
+        else:
+            self.replaced_lasting.append(backend)
 
     def list_unusable(self) -> tuple[UnusableFile, ...]:
         """Return the fleet files that cannot be used as they are now."""
@@ -289,7 +301,7 @@ class WorkerFleets:
             logging.getLogger("relaunch").warning("fleet %s is served as it was: %s", fleet, error)
 
     async def close(self) -> None:
-        for backend in (*self.replaced, *self.backends.values()):
+        for backend in (*self.replaced, *self.replaced_lasting, *self.backends.values()):
             await backend.close()
 
 
@@ -518,6 +530,7 @@ async def serve(settings: Settings, build: str | None, is_near: bool = False) ->
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     fleets = make_fleets(settings)
+    _allow_connections(fleets)
     if is_near:
         await _wait_for_port(stop)
     reached = await _reach_server(settings, stop)
@@ -570,6 +583,16 @@ async def serve(settings: Settings, build: str | None, is_near: bool = False) ->
         if traces is not None:
             await asyncio.to_thread(traces.close)
         await fleets.close()
+
+
+def _allow_connections(fleets: WorkerFleets) -> None:
+    """Allow this process as many open files as it may have: each node of a fleet needs some.
+
+    Where all nodes are folders, their agents are children of this process, and would inherit it.
+    """
+    if any(spec.backend != "local" for spec in fleets.specs.values()):
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def _wait_for_port(stop: asyncio.Event) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import socket
 import sys
 from collections.abc import AsyncIterator
@@ -38,6 +39,7 @@ from relaunch.worker import (
     SDK_THREADS,
     UnreadFleetError,
     WorkerFleets,
+    _allow_connections,
     _make_runtime,
     _sample,
     _serve_metrics,
@@ -77,7 +79,7 @@ def test_an_unchanged_fleet_file_is_served_by_the_same_backend(
     assert fleets.backend("lab") is backend
 
 
-async def test_a_changed_fleet_file_is_served_and_old_ones_close_last(
+async def test_a_changed_fleet_file_is_served_by_another_backend(
     fleets: WorkerFleets, fleet_file: Path
 ) -> None:
     before = fleets.backend("lab")
@@ -85,7 +87,7 @@ async def test_a_changed_fleet_file_is_served_and_old_ones_close_last(
     assert [node.name for node in fleets.reload("lab").nodes] == ["n1", "n2", "n3"]
     assert [node.name for node in fleets.spec("lab").nodes] == ["n1", "n2", "n3"]
     assert fleets.backend("lab").node("n3").gpus == 8
-    assert fleets.replaced == [before]
+    assert list(fleets.replaced) == [before]
     await fleets.close()
 
 
@@ -96,7 +98,6 @@ async def test_a_worker_serves_a_new_node_without_an_order_to_reload(
     assert fleets.backend("lab").node("n3").address == "127.0.0.4"
     fleet_file.write_text("name: lab\n")
     assert fleets.backend("lab").node("n3").address == "127.0.0.4"
-    assert len(fleets.replaced) == 1
     await fleets.close()
 
 
@@ -125,6 +126,23 @@ def test_an_unusable_fleet_file_is_reported_and_the_fleet_stays(
     assert [node.name for node in fleets.spec("lab").nodes] == ["n1", "n2"]
 
 
+@pytest.mark.parametrize(("backend", "raises"), [("ssh", True), ("local", False)])
+def test_a_worker_of_remote_nodes_raises_its_limit_of_files(
+    tmp_path: Path, backend: str, raises: bool
+) -> None:
+    given = resource.getrlimit(resource.RLIMIT_NOFILE)
+    low = given[1] - 1 if given[1] > 0 else 1024
+    file = tmp_path / "fleet.yaml"
+    file.write_text(FLEET.replace("backend: local", f"backend: {backend}"))
+    fleets = make_fleets(Settings(state=tmp_path / "state", fleets=(file,)))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (low, given[1]))
+        _allow_connections(fleets)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == (given[1] if raises else low)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, given)
+
+
 def test_a_fleet_that_no_file_names_is_refused(fleets: WorkerFleets) -> None:
     with pytest.raises(KeyError, match=r"'other' .* lab"):
         fleets.reload("other")
@@ -134,10 +152,11 @@ def test_every_backend_orders_for_the_workers_server_also_later(
     fleets: WorkerFleets, fleet_file: Path
 ) -> None:
     fleets.set_server("6c1e9ba4")
-    assert fleets.backend("lab").server == "6c1e9ba4"
+    before = fleets.backend("lab")
+    assert before.server == "6c1e9ba4"
     fleet_file.write_text(FLEET + "  - {name: n3, address: 127.0.0.4}\n")
     fleets.reload("lab")
-    assert len(fleets.replaced) == 1
+    assert fleets.backend("lab") is not before
     assert fleets.backend("lab").server == "6c1e9ba4"
 
 

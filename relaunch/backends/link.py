@@ -134,6 +134,11 @@ class Link:
         return self._inboxes is not None and self._reason is None and self._pipe.ended is None
 
     @property
+    def is_idle(self) -> bool:
+        """Whether no command runs in it."""
+        return not self._inboxes
+
+    @property
     def reason(self) -> str:
         """Why the session has ended."""
         return self._reason or self._pipe.ended or "the session has ended"

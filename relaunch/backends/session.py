@@ -101,6 +101,8 @@ class AgentSession:
         self._sent_over: Link | None = None
         """The connection over which the node has said that py-spy is there."""
         self._link: Link | None = None
+        self._is_retired = False
+        self._closing: set[asyncio.Task[None]] = set()
 
     @property
     def is_open(self) -> bool:
@@ -434,6 +436,20 @@ class AgentSession:
         if link is not None:
             await link.close()
 
+    def retire(self) -> None:
+        """Close the session as soon as no command runs in it, a watch included.
+
+        Later commands are carried out all the same, each in a session that is closed after it.
+        """
+        self._is_retired = True
+        self._close_if_retired()
+
+    def _close_if_retired(self) -> None:
+        if self._is_retired and self._link is not None and self._link.is_idle:
+            task = asyncio.create_task(self.close(), name=f"close session {self._node}")
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
     async def _call(
         self, command: str, order: Mapping[str, Any], within: float
     ) -> Mapping[str, Any]:
@@ -514,6 +530,7 @@ class AgentSession:
                 # A broken session has already closed the command on the node.
                 with contextlib.suppress(Unreachable):
                     await link.send({"id": id_, "close": True})
+            self._close_if_retired()
 
     async def _open(self) -> Link:
         async with self._opening:

@@ -45,6 +45,7 @@ class SessionBackend(ABC):
         self._nodes = {node.name: node for node in spec.nodes}
         self._answer_within = answer_within
         self._sessions: dict[str, AgentSession] = {}
+        self._is_retired = False
         self.server = ""
 
     @abstractmethod
@@ -162,6 +163,12 @@ class SessionBackend(ABC):
         """Return the number of nodes with an open session."""
         return sum(session.is_open for session in self._sessions.values())
 
+    def retire(self) -> None:
+        """Close each session as soon as no command runs in it: another backend has taken over."""
+        self._is_retired = True
+        for session in self._sessions.values():
+            session.retire()
+
     async def close(self) -> None:
         sessions, self._sessions = self._sessions, {}
         await asyncio.gather(*(session.close() for session in sessions.values()))
@@ -179,5 +186,7 @@ class SessionBackend(ABC):
                 started,
                 sends_py_spy=True,
             )
+            if self._is_retired:
+                session.retire()
             self._sessions[name] = session
         return self._sessions[name]

@@ -13,18 +13,25 @@ import shutil
 import signal
 import socket
 import subprocess
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import paramiko
 import pytest
 
-from relaunch.backends.base import Preparation, StartedRanks, StartOrder
+from relaunch.backends.base import Backend, Preparation, StartedRanks, StartOrder
 from relaunch.backends.ssh import backend as ssh_backend
 from relaunch.backends.ssh import connection
 from relaunch.backends.ssh.backend import NeedsPerson, SshBackend
 from relaunch.backends.ssh.known_hosts import KeyStatus, fingerprint, line_for
 from relaunch.backends.ssh.route import SshConfigError
 from relaunch.backends.ssh.trust import host_key, remember
+from relaunch.cli.files import read_fleet
+from relaunch.spec.fleet import FleetSpec
+from relaunch.worker import WorkerFleets
 from tests.backends.ssh_site import Site, listener, own_fingerprint, reason, site
 from tests.backends.sshd import make_key
 from tests.backends.test_contract import prepare_order, reached, token
@@ -48,6 +55,14 @@ async def test_s2_1_ranks_start_on_a_node_with_only_sshd_and_python(
     backend = site.backend(host)
     prepared = await backend.prepare("n1", prepare_order(token(1), (0,), address=host.address))
     assert isinstance(prepared, Preparation)
+    started = await backend.start("n1", start_order(prepared))
+    assert isinstance(started, StartedRanks)
+    environment = Path(f"/proc/{started.pids[0]}/environ").read_bytes().split(b"\0")
+    assert b"RELAUNCH_NODE_STATE=" + os.fsencode(host.state) in environment
+    assert host.logins() == 1, "one connection carries everything"
+
+
+def start_order(prepared: Preparation) -> StartOrder:
     what: dict[str, Any] = {
         "command": ("sleep", "600"),
         "workdir": None,
@@ -55,14 +70,9 @@ async def test_s2_1_ranks_start_on_a_node_with_only_sshd_and_python(
         "rank_env": ({"RANK": "0"},),
         "peers": (),
     }
-    order = StartOrder(
+    return StartOrder(
         token=token(1), node="n1", prepared=prepared.stamp, secret="5ec7e7", fences=True, **what
     )
-    started = await backend.start("n1", order)
-    assert isinstance(started, StartedRanks)
-    environment = Path(f"/proc/{started.pids[0]}/environ").read_bytes().split(b"\0")
-    assert b"RELAUNCH_NODE_STATE=" + os.fsencode(host.state) in environment
-    assert host.logins() == 1, "one connection carries everything"
 
 
 async def test_the_agent_is_shipped_once(site: Site) -> None:
@@ -119,6 +129,49 @@ async def test_agents_of_long_ago_that_nothing_runs_are_swept(site: Site) -> Non
         "run.pyz",
         site.agent.name,
     }
+
+
+async def test_old_fleet_files_keep_connections_of_watches_only(site: Site, tmp_path: Path) -> None:
+    host, file = site.host(), tmp_path / "lab.yaml"
+    file.write_text(site.spec(host).model_dump_json(exclude_unset=True))
+
+    def make(path: Path, spec: FleetSpec) -> Backend:
+        return SshBackend(spec, site.agent, 30.0)
+
+    spec = read_fleet(file)
+    fleets = WorkerFleets({"lab": spec}, {"lab": make(file, spec)}, {"lab": (file, make)})
+    backend = fleets.backend("lab")
+    prepared = await backend.prepare("n1", prepare_order(token(1), (0,), address=host.address))
+    assert isinstance(prepared, Preparation)
+    started = await backend.start("n1", start_order(prepared))
+    assert isinstance(started, StartedRanks)
+    async with backend.watch("n1", token(1), 0, 0.1) as stream:
+        lines = stream.lines()
+        assert "hello" in await anext(lines)
+        for gpus in range(1, 4):
+            file.write_text(site.spec(host, gpus=gpus).model_dump_json(exclude_unset=True))
+            assert fleets.reload("lab").nodes[0].gpus == gpus
+            await fleets.backend("lab").list("n1")
+        await until(lambda: count_connections() == 2, "the watch has one, and the newest file")
+        assert (await backend.list("n1"))["outcome"] == "done", "who has the old one may use it"
+        while "heartbeat" not in await anext(lines):
+            pass
+    await until(lambda: count_connections() == 1, "the watch has ended")
+    assert Path(f"/proc/{started.pids[0]}").exists()
+    await fleets.close()
+
+
+def count_connections() -> int:
+    """Return how many SSH connections this process has."""
+    threads = threading.enumerate()
+    return sum(isinstance(one, paramiko.Transport) and one.is_active() for one in threads)
+
+
+async def until(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline, what
+        await asyncio.sleep(0.02)
 
 
 async def test_calls_at_once_share_one_login(site: Site) -> None:

@@ -147,7 +147,7 @@ class SshBackend(SessionBackend):
     def _count_short_life(self, name: str) -> None:
         """Count a session that ended soon after its start as a failure: its node enters backoff."""
         before = self._newest.pop(name, None)
-        if before is None or before.life is None:
+        if before is None or before.life is None or before.is_finished:
             return
         died, lived = before.life
         if lived < SHORT_LIFE:

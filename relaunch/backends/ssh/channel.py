@@ -69,6 +69,8 @@ class ChannelPipe:
         self._reason: str | None = None
         self.lost = False
         """Whether the connection ended the session, rather than the agent or this side."""
+        self.is_finished = False
+        """Whether this side has ended the session, with nothing wrong."""
         self._woken = False
         self._receiving = False
         self._lock = threading.Lock()
@@ -147,7 +149,7 @@ class ChannelPipe:
         self._begin_writing()
 
     def end(self) -> None:
-        self._ending = True
+        self._ending = self.is_finished = True
         self._begin_writing()
 
     def kill(self) -> None:
