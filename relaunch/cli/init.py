@@ -6,15 +6,16 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from relaunch.cli import files
 from relaunch.cli.documents import Document
-from relaunch.cli.torchrun import count_ranks, find_python
+from relaunch.cli.torchrun import count_ranks, find_python, parse_shutdown_timeout
 from relaunch.config import ConfigError
+from relaunch.fields import duration
 from relaunch.spec.job import PYTHON, JobSpec
 from relaunch.spec.policy import preset_names
 
@@ -135,6 +136,7 @@ def _strip_torchrun(words: list[str]) -> list[str] | None:
 
 def _read_torchrun(words: list[str], env: dict[str, str]) -> Draft:
     draft = Draft((), env, is_torchrun=True)
+    policy: dict[str, Any] = {}
     rest, left_out, launch = list(words), [], [find_python(os.environ)]
     while rest and rest[0].startswith("-"):
         written = rest.pop(0)
@@ -152,7 +154,10 @@ def _read_torchrun(words: list[str], env: dict[str, str]) -> Draft:
             case "nproc-per-node":
                 draft.nproc = count_ranks(value, os.environ)
             case "max-restarts":
-                draft.policy = {"max_restarts": _parse_count(option, value)}
+                policy["max_restarts"] = _parse_count(option, value)
+            case "shutdown-timeout":
+                grace = duration(parse_shutdown_timeout(option, value))
+                policy["timeouts"] = {"stop_grace": grace}
             case "m" | "module":
                 launch = [find_python(os.environ), "-m"]
             case "no-python":
@@ -162,6 +167,7 @@ def _read_torchrun(words: list[str], env: dict[str, str]) -> Draft:
     if not rest:
         raise ConfigError("torchrun: there is no program: expected one such as train.py")
     draft.command, draft.left_out = (*launch, *rest), tuple(left_out)
+    draft.policy = policy or draft.policy
     return draft
 
 
@@ -287,10 +293,11 @@ def render(draft: Draft) -> str:
     else:
         add("progress", _quote(draft.progress), "how relaunch sees that training advances")
     policy = draft.policy
-    text = (
-        _quote(policy) if isinstance(policy, str) else f"{{max_restarts: {policy['max_restarts']}}}"
+    add(
+        "policy",
+        _quote(policy) if isinstance(policy, str) else _format_keys(policy),
+        "what is tried after a fault: `relaunch policy presets`",
     )
-    add("policy", text, "what is tried after a fault: `relaunch policy presets`")
     return "\n".join(lines) + "\n"
 
 
@@ -303,6 +310,15 @@ def _quote(text: str, as_written: bool = False) -> str:
     if text.isprintable() and "'" not in text:
         return f"'{text}'"
     return json.dumps(text)
+
+
+def _format_keys(keys: Mapping[str, Any]) -> str:
+    """Return keys on one line of YAML; the values are numbers, simple words or such keys."""
+    pairs = (
+        f"{key}: {_format_keys(value) if isinstance(value, dict) else value}"
+        for key, value in keys.items()
+    )
+    return f"{{{', '.join(pairs)}}}"
 
 
 def _format_nodes(nodes: Any) -> str:

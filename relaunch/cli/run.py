@@ -94,6 +94,7 @@ class RunRequest:
             spec = spec.model_copy(update={"output": "separate"})
         if self.max_restarts is not None:
             policy = state_restarts(policy, self.max_restarts)
+        policy = torchrun.apply_shutdown_timeout(policy, self.options, ours)
         # On this machine ranks get the variables of this process too.
         variables = {**ours, **spec.env} if backend == "local" else spec.env
         try:
@@ -172,7 +173,7 @@ def run(settings: Settings, request: RunRequest, say: Callable[[str], None]) -> 
     spec, policy = request.resolve(backend)
     _, output = torchrun.read_output(request.options, spec.name)
     output.check_folder()
-    for notice in torchrun.find_notices(spec, request.options):
+    for notice in torchrun.find_notices(spec, policy, request.options):
         say(notice)
     own: OwnService | None = None
     if not is_shared:

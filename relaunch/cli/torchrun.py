@@ -9,11 +9,14 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 
 from relaunch.cli.rank_output import RunOutput
 from relaunch.config import ConfigError
+from relaunch.fields import MAX_DURATION, duration
 from relaunch.spec.job import JobSpec, OutputStream, find_launcher
+from relaunch.spec.policy import Policy, preset
 
 GPUS = Path("/proc/driver/nvidia/gpus")
 LOOPBACK = ("localhost", "::1", "[::1]")
@@ -28,6 +31,10 @@ REPLACED = {
 }
 """Options without effect that a user may miss, and what there is instead. The others without
 effect describe a rendezvous, which relaunch makes itself, or how torchrun polls its ranks."""
+SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+"""What torchrun reads where `--shutdown-timeout` is not given, since torch 2.12."""
+DEFAULT_SHUTDOWN_TIMEOUT = timedelta(seconds=30)
+MAX_SHUTDOWN_DIGITS = 9
 REFUSED = {
     "virtual_local_rank": "give each rank its device by LOCAL_RANK, or start torchrun itself with "
     "`launcher: torchrun` in a job file",
@@ -167,6 +174,69 @@ def _read_streams(option: str, options: Mapping[str, str]) -> frozenset[OutputSt
     return streams[value]
 
 
+def apply_shutdown_timeout(
+    policy: Policy, options: Mapping[str, str], ours: Mapping[str, str]
+) -> Policy:
+    """Return the policy with the time from SIGTERM to SIGKILL that torchrun would give ranks.
+
+    A `stop_grace` that the policy's file writes stays, and that of a preset unless one is given.
+
+    Args:
+        policy: The job's policy.
+        options: torchrun's options that were given, by name.
+        ours: The environment of this process.
+
+    Raises:
+        ConfigError: What is given is not a number of seconds.
+    """
+    given = read_shutdown_timeout(options, ours)
+    if writes_stop_grace(policy) or (
+        given is None and "stop_grace" in policy.timeouts.model_fields_set
+    ):
+        return policy
+    grace = DEFAULT_SHUTDOWN_TIMEOUT if given is None else given
+    timeouts = policy.timeouts.model_copy(update={"stop_grace": grace})
+    return policy.model_copy(update={"timeouts": timeouts})
+
+
+def read_shutdown_timeout(options: Mapping[str, str], ours: Mapping[str, str]) -> timedelta | None:
+    """Return the time that the option or the variable gives; None: neither is given.
+
+    Raises:
+        ConfigError: It is not a number of seconds.
+    """
+    for name, value in (
+        ("--shutdown-timeout", options.get("shutdown_timeout")),
+        (SHUTDOWN_TIMEOUT, ours.get(SHUTDOWN_TIMEOUT) or None),
+    ):
+        if value is not None:
+            return parse_shutdown_timeout(name, value)
+    return None
+
+
+def parse_shutdown_timeout(name: str, value: str) -> timedelta:
+    """Return a duration that is written in whole seconds.
+
+    Raises:
+        ConfigError: It is not, or is too long.
+    """
+    is_number = value.isascii() and value.isdigit() and len(value) <= MAX_SHUTDOWN_DIGITS
+    if not is_number or timedelta(seconds=int(value)) > MAX_DURATION:
+        raise ConfigError(
+            f"{name} {value[:40]}: expected a whole number of seconds, such as 120, and at most "
+            f"{MAX_DURATION.days} days"
+        )
+    return timedelta(seconds=int(value))
+
+
+def writes_stop_grace(policy: Policy) -> bool:
+    """Return whether a person wrote the policy's `stop_grace`, and not its preset."""
+    own = preset(policy.extends).timeouts
+    return "stop_grace" in policy.timeouts.model_fields_set and (
+        "stop_grace" not in own.model_fields_set or policy.timeouts.stop_grace != own.stop_grace
+    )
+
+
 def check_nodes(spec: JobSpec, options: Mapping[str, str], is_here: bool) -> None:
     """Refuse a command line that was written to be typed on each of several hosts.
 
@@ -201,9 +271,14 @@ def check_nodes(spec: JobSpec, options: Mapping[str, str], is_here: bool) -> Non
         )
 
 
-def find_notices(spec: JobSpec, options: Mapping[str, str]) -> list[str]:
+def find_notices(spec: JobSpec, policy: Policy, options: Mapping[str, str]) -> list[str]:
     """Return sentences about what has no effect, or another effect than its writer expects."""
     found = []
+    if "shutdown_timeout" in options and writes_stop_grace(policy):
+        found.append(
+            "--shutdown-timeout has no effect: timeouts.stop_grace of the policy is "
+            f"{duration(policy.timeouts.stop_grace)}"
+        )
     _, output = read_output(options, spec.name)
     if output.folder is not None:
         found.append(

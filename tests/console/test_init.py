@@ -23,6 +23,7 @@ TORCHRUN = (
     "--rdzv-endpoint=head:29500 -m my.train --flag on null '' '[1]'",
     "OMP_NUM_THREADS=4 NAME='a b' torchrun -t 3 --no-python ./train.sh",
     "python3 -m torch.distributed.run --nproc-per-node 2 --node-rank=0 train.py",
+    "torchrun --max-restarts 3 --shutdown-timeout=120 train.py",
     "python -u train.py --resume",
 )
 REFUSED = (
@@ -64,7 +65,9 @@ def test_a_command_line_of_torchrun_becomes_a_job_file(
     for line in TORCHRUN:
         spec = write(path, shlex.split(line), True, False)
         said[line], policy = written(path, spec)
-        assert policy.max_restarts == (3 if "max_restarts" in line else 8)
+        assert policy.max_restarts == (3 if "--max" in line else 8)
+        grace = 120 if "--shutdown" in line else 15
+        assert policy.timeouts.stop_grace.total_seconds() == grace
     assert sections(said) == page
 
 

@@ -86,7 +86,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).touch(0o755 if name.startswith("bin/") else 0o644)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setattr(torchrun, "GPUS", tmp_path / "gpus")
-    for name in ("CUDA_VISIBLE_DEVICES", "PYTHON_EXEC"):
+    for name in ("CUDA_VISIBLE_DEVICES", "PYTHON_EXEC", torchrun.SHUTDOWN_TIMEOUT):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -114,7 +114,7 @@ def resolve(monkeypatch: pytest.MonkeyPatch, line: str, backend: str | None = HE
     [
         pytest.param("train.py", "local", 10, id="this shell's, which ranks get here"),
         pytest.param(f"--env {GRACE_PERIOD}=5 train.py", "local", 5, id="a flag wins"),
-        pytest.param("train.py", SSH, 15, id="ranks elsewhere do not get this shell's"),
+        pytest.param("train.py", SSH, 30, id="ranks elsewhere do not get this shell's"),
         pytest.param(f"--env {GRACE_PERIOD} train.py", SSH, 10, id="unless a flag sends it"),
     ],
 )
@@ -133,6 +133,33 @@ def test_s4_10_run_refuses_a_bad_grace_period(
     with pytest.raises(ConfigError) as refusal:
         request.resolve("local")
     assert str(refusal.value) == snapshot
+
+
+@pytest.mark.parametrize(
+    ("words", "variable", "expected"),
+    [
+        pytest.param("train.py", None, 30, id="as torchrun"),
+        pytest.param("train.py", "", 30, id="a blank variable"),
+        pytest.param("train.py", "45", 45, id="the variable"),
+        pytest.param("--shutdown-timeout 120 train.py", "45", 120, id="an option wins"),
+        pytest.param("--shutdown_timeout=0 train.py", None, 0, id="at once"),
+        pytest.param("--policy torchelastic train.py", None, 30, id="a preset that has one"),
+        pytest.param("--policy modelarts train.py", None, 30, id="a preset without"),
+        pytest.param("--policy torchelastic train.py", "45", 45, id="over a preset"),
+        pytest.param("--policy own.yaml train.py", None, 20, id="a file"),
+        pytest.param("--policy own.yaml --shutdown-timeout 120 train.py", "45", 20, id="wins"),
+        pytest.param("--policy other.yaml --shutdown-timeout 120 train.py", None, 120, id="not in"),
+    ],
+)
+def test_ranks_have_the_time_to_end_that_torchrun_gives_them(
+    words: str, variable: str | None, expected: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "own.yaml").write_text("timeouts: {stop_grace: 20s}")
+    (folder / "other.yaml").write_text("timeouts: {lost_after: 5m}")
+    if variable is not None:
+        monkeypatch.setenv(torchrun.SHUTDOWN_TIMEOUT, variable)
+    _, policy = understand(monkeypatch, words).resolve(HERE)
+    assert policy.timeouts.stop_grace == timedelta(seconds=expected)
 
 
 def test_the_page_has_every_command_that_is_tested() -> None:
@@ -244,6 +271,8 @@ REFUSED = (
     ("--redirects 0:3 train.py", HERE),
     ("--local-ranks-filter first train.py", HERE),
     ("--output apart train.py", HERE),
+    ("--shutdown-timeout soon train.py", HERE),
+    ("--shutdown-timeout 999999999 train.py", HERE),
 )
 
 
@@ -266,6 +295,7 @@ ACCEPTED = (
     "--logs-specs x --log-line-prefix-template y --numa-binding node --signals-to-handle SIGUSR1 "
     "train.py",
     "--no-python torchrun --nproc-per-node 2 train.py",
+    "--policy own.yaml --shutdown-timeout 120 train.py",
 )
 
 
@@ -294,13 +324,14 @@ def test_streams_are_apart_and_hidden_as_torchrun_would(
 
 
 def test_what_has_no_effect_is_said_where_it_may_be_missed(
-    monkeypatch: pytest.MonkeyPatch, page: SnapshotAssertion
+    folder: Path, monkeypatch: pytest.MonkeyPatch, page: SnapshotAssertion
 ) -> None:
     said = {}
+    (folder / "own.yaml").write_text("timeouts: {stop_grace: 20s}")
     for line in ACCEPTED:
         request = understand(monkeypatch, f"--name llama {line}")
-        spec, _ = request.resolve(HERE)
-        notices = torchrun.find_notices(spec, request.options)
+        spec, policy = request.resolve(HERE)
+        notices = torchrun.find_notices(spec, policy, request.options)
         said[f"run {line}"] = [one.replace(os.getcwd(), "/folder") for one in notices]
     assert sections(said) == page
 
