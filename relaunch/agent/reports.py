@@ -258,9 +258,11 @@ def read_logs(state: Path, order: Fields, reading: int) -> Json:
     try:
         while True:
             over = _has_ended(generation, ranks)
+            shares = _share_bytes(most, {r: _find_size(logs[r]) - at for r, at in offsets.items()})
             read_chunks = [
-                _read_chunk(logs[rank], rank, offset, limit, over, redactor)
+                _read_chunk(logs[rank], rank, offset, shares[rank], over, redactor)
                 for rank, offset in offsets.items()
+                if rank in shares
             ]
             chunks = [chunk for chunk in read_chunks if chunk is not None]
             ended = over and all(
@@ -285,6 +287,24 @@ def read_logs(state: Path, order: Fields, reading: int) -> Json:
     finally:
         if changes is not None:
             changes.close()
+
+
+def _share_bytes(most: int, unread: dict[int, int]) -> dict[int, int]:
+    """Return how many bytes of each log to read at once, of those that have any.
+
+    What short ones leave of equal shares is for the long ones.
+
+    Args:
+        most: Bytes of all logs together.
+        unread: Bytes of each log that were not read, by rank.
+    """
+    waiting = sorted((size, rank) for rank, size in unread.items() if size > 0)
+    shares = {}
+    left = most
+    for done, (size, rank) in enumerate(waiting):
+        shares[rank] = max(4, min(size, left // (len(waiting) - done)))
+        left -= shares[rank]
+    return shares
 
 
 def _await_changes(changes: FileChanges, reading: int, deadline: float) -> bool:

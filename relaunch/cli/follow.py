@@ -18,7 +18,7 @@ from relaunch.cli.terminal import make_console
 from relaunch.job import failure
 from relaunch.job.state import Incident, JobState, Phase
 from relaunch.spec.job import OutputStream
-from relaunch.text import omit_said
+from relaunch.text import count_noun, omit_said
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -33,9 +33,10 @@ REFRESH_INTERVAL_S = 10.0
 worker has none."""
 LIVE_REFRESH_INTERVAL_S = 1.0
 """The same for a view that shows the progress, which heartbeats bring without an event."""
-LAST_LOGS_TIMEOUT_S = 30.0
-"""Seconds to wait for the last logs of an ended job: a call that a killed worker has left behind
-ends within 25."""
+MAX_PARTS = 8
+"""Most ranks that a sentence names."""
+LAST_LOOK_TIMEOUT_S = 2.0
+"""Seconds to find out, at a second ctrl-C, what was not printed."""
 
 Say = Callable[[str], None]
 
@@ -287,12 +288,14 @@ async def follow_with_logs(
     *,
     can_retry: bool = True,
     output: RunOutput | None = None,
+    report_unprinted: Say | None = None,
 ) -> int:
     """Print the output of all ranks of every generation, and what relaunch does, until the job
     ends.
 
     Return the job's exit code. `can_retry` is that of `closing_line`, and `output` says what is
-    printed of what ranks print.
+    printed of what ranks print. `report_unprinted` is given a sentence if output is missing at the
+    end, also when this is cancelled after the job has ended; without it, `say` is.
     """
     narrator = Narrator(say)
     reader = LogReader(client, task_queue, say, output=output)
@@ -303,8 +306,7 @@ async def follow_with_logs(
             narrator.tell(now)
             if now.state is not None:
                 reader.see(now.state)
-        reader.finish()
-        await asyncio.wait({reading}, timeout=LAST_LOGS_TIMEOUT_S)
+        await reader.print_rest(reading, report_unprinted or say)
     finally:
         reading.cancel()
     assert now is not None
@@ -334,8 +336,7 @@ async def follow_logs(
         async for now in watch(client, name):
             if now.state is not None:
                 reader.see(now.state)
-        reader.finish()
-        await asyncio.wait({reading}, timeout=LAST_LOGS_TIMEOUT_S)
+        await reader.print_rest(reading, say)
     finally:
         reading.cancel()
     say(f"job {name} {now.phase}" + (f": {now.state.reason}" if now.state else ""))
@@ -366,6 +367,11 @@ class LogReader:
         self._state: JobState | None = None
         self._queued = 0
         self._finished = False
+        self._reading: logs.Generation | None = None
+        """The generation that is being read."""
+        self._positions: dict[OutputStream, logs.ReadPosition] = {}
+        self._given_up: list[int] = []
+        """Generations whose output was not read to its end."""
 
     def see(self, state: JobState) -> None:
         self._state = state
@@ -381,9 +387,60 @@ class LogReader:
                 self._queue.put_nowait(number)
             self._queued = max(self._queued, last)
 
-    def finish(self) -> None:
+    async def print_rest(self, reading: asyncio.Task[None], report_unprinted: Say) -> None:
+        """Print what ranks of an ended job have printed, as long as it arrives.
+
+        Args:
+            reading: The task of `run`.
+            report_unprinted: Called with a sentence if something is missing, also if this task is
+                cancelled.
+        """
         self._finished = True
         self._queue.put_nowait(None)
+        clock = asyncio.get_running_loop().time
+        began_at = clock()
+        try:
+            while not reading.done():
+                arrived_at = max([began_at, *(one.arrived_at for one in self._positions.values())])
+                left = arrived_at + logs.LAST_LOGS_TIMEOUT_S - clock()
+                if left <= 0:
+                    break
+                await asyncio.wait({reading}, timeout=left)
+        finally:
+            is_done = reading.done() and not reading.cancelled() and reading.exception() is None
+            reading.cancel()
+            await asyncio.wait({reading})  # it prints what it has
+            if not is_done or self._given_up:
+                report_unprinted(await self._explain_unprinted())
+
+    async def _explain_unprinted(self) -> str:
+        """Return a sentence about the output that is not printed."""
+        reading = self._reading
+        numbers = [*self._given_up, *([reading.number] if reading is not None else [])]
+        while not self._queue.empty():
+            numbers += [number for number in [self._queue.get_nowait()] if number is not None]
+        generations = ", ".join(map(str, dict.fromkeys(numbers))) or "?"
+        unknown = f"the end of the output of generation {generations} is not printed"
+        if reading is None or numbers != [reading.number]:
+            return unknown
+        parts = []
+        try:
+            async with asyncio.timeout(LAST_LOOK_TIMEOUT_S):
+                for stream, position in self._positions.items():
+                    where = replace(reading, stream=stream)
+                    unread = await logs.find_unread(self._client, self._task_queue, where, position)
+                    if unread is None:
+                        return f"{unknown}, because no worker answers"
+                    of = " (stderr)" if stream == "stderr" else ""
+                    parts += [
+                        f"{count_noun(size, 'byte')} of rank {rank}{of}"
+                        for rank, size in unread.items()
+                    ]
+        except (TimeoutError, RPCError):
+            return f"{unknown}, because the server does not answer"
+        more = f" and more of {len(parts) - MAX_PARTS} others" if len(parts) > MAX_PARTS else ""
+        named = ", ".join(parts[:MAX_PARTS])
+        return f"not printed of generation {generations}: {named}{more}" if parts else unknown
 
     async def run(self) -> None:
         selection, is_first = self._selection, True
@@ -401,15 +458,22 @@ class LogReader:
             if where is None:
                 self._say(logs.explain_forgotten(state, number))
                 continue
+            self._reading = logs.limit_to_rank(where, state, selection.rank)
+            printers = self._make_printers(state, number, selection)
+            self._positions = {stream: logs.ReadPosition() for stream in printers}
             await logs.print_streams(
                 self._client,
                 self._task_queue,
-                logs.limit_to_rank(where, state, selection.rank),
-                self._make_printers(state, number, selection),
+                self._reading,
+                printers,
                 self._say,
                 over,
                 selection,
+                self._positions,
             )
+            if any(position.is_given_up for position in self._positions.values()):
+                self._given_up.append(number)
+            self._reading = None
             # Later generations are printed from their begin.
             selection, is_first = replace(selection, tail=None, since=None), False
 

@@ -9,7 +9,7 @@ import asyncio
 import math
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import get_args
 
@@ -22,7 +22,7 @@ from relaunch.config import ConfigError
 from relaunch.fields import Pattern, compile_pattern, parse_duration
 from relaunch.job.generation_nodes import find_nodes
 from relaunch.job.state import JobState
-from relaunch.messages.logs import ReadLogsInput, ReadLogsOutput
+from relaunch.messages.logs import MAX_READ_BYTES, ReadLogsInput, ReadLogsOutput
 from relaunch.spec.job import JobSpec, OutputStream
 
 FIRST_WAIT, LONGEST_WAIT = 5.0, 15.0
@@ -31,7 +31,10 @@ call is an activity, which costs the server some milliseconds and is kept in its
 ctrl-C, a longer call would occupy a slot of the worker for nothing."""
 BETWEEN_CALLS = 0.1
 """Seconds: a rank that prints all the time costs ten calls a second, and people do not read faster.
-"""
+While there is a backlog there is no pause: it would not make the calls fewer."""
+LAST_LOGS_TIMEOUT_S = 30.0
+"""Seconds without new output, after which the rest of an ended job or generation is given up: a
+call that a killed worker has left behind ends within 25."""
 ANSWER_TIMEOUT = 10.0
 NAMED_NODES = 8
 NO_WORKER = (
@@ -85,6 +88,18 @@ class Selection:
 
 
 EVERYTHING = Selection()
+
+
+@dataclass
+class ReadPosition:
+    """How far one log of each rank of a generation was read."""
+
+    offsets: dict[int, int] = field(default_factory=dict)
+    """Bytes from the begin of the log, by rank."""
+    arrived_at: float = -math.inf
+    """When output was last printed, by the event loop's clock."""
+    is_given_up: bool = False
+    """Whether it was not read to its end, because no worker answered."""
 
 
 def parse_selection(
@@ -189,14 +204,18 @@ async def print_logs(
     selection: Selection = EVERYTHING,
     *,
     to_now: bool = False,
+    position: ReadPosition | None = None,
 ) -> bool:
     """Print a generation's logs as they arrive.
 
     Return when the logs have ended, or when nothing new is there and `over` returns true; with
     `to_now`, when what was there at first is printed. Return whether the logs of all ranks were
-    found.
+    found. `position` is kept up to date with what was read.
     """
-    offsets: dict[int, int] = {}
+    position = position or ReadPosition()
+    offsets = position.offsets
+    clock = asyncio.get_running_loop().time
+    answered_at = clock()
     sizes: dict[int, int] = {}
     complained: str | None = None
     found = True
@@ -217,6 +236,9 @@ async def print_logs(
                     if selection.rank in (None, piece.rank):
                         printer.feed(piece.rank, piece.data)
                 printer.refresh()
+                answered_at = clock()
+                if answer.chunks:
+                    position.arrived_at = answered_at
             # Where reading ends at what there is, what is missing stays so, and is said once.
             is_new = complaint != complained and (found or not to_now)
             if complaint is not None and is_new:
@@ -230,13 +252,42 @@ async def print_logs(
                 where = _without_silent(where, answer)
             if answer is not None and answer.ended and not answer.chunks:
                 break
-            # Once `over` is true, an empty answer is the last one, and so is no answer.
-            if last and (answer is None or not answer.chunks):
+            # Once `over` is true, an empty answer is the last one. Without an answer, the next
+            # worker may have one.
+            if last and answer is not None and not answer.chunks:
                 break
-            await asyncio.sleep(0 if answer is not None and last else BETWEEN_CALLS)
+            if answer is None and to_now:
+                break
+            if answer is None and last and clock() - answered_at >= LAST_LOGS_TIMEOUT_S:
+                position.is_given_up = True
+                break
+            goes_on = answer is not None and (last or _has_backlog(where, answer))
+            await asyncio.sleep(0 if goes_on else BETWEEN_CALLS)
     finally:
         printer.flush()
     return found
+
+
+async def find_unread(
+    client: Client, task_queue: str, where: Generation, position: ReadPosition
+) -> dict[int, int] | None:
+    """Return how many bytes of each rank's log were not read; None: no worker answers.
+
+    Of ranks whose node does not answer it is unknown, and they are left out.
+    """
+    answer = await read(client, task_queue, where, None, 0.0, Selection(tail=0))
+    if answer is None:
+        return None
+    unread = {
+        rank: size - position.offsets.get(rank, 0) for rank, size in sorted(answer.sizes.items())
+    }
+    return {rank: size for rank, size in unread.items() if size > 0}
+
+
+def _has_backlog(where: Generation, answer: ReadLogsOutput) -> bool:
+    """Return whether so much was read that there is probably more."""
+    share = MAX_READ_BYTES // max(1, len(where.nodes))
+    return sum(len(piece.data) for piece in answer.chunks) > share // 2
 
 
 def _without_silent(where: Generation, answer: ReadLogsOutput) -> Generation:
@@ -343,6 +394,7 @@ async def print_streams(
     say: Say,
     over: Callable[[], bool],
     selection: Selection,
+    positions: Mapping[OutputStream, ReadPosition] | None = None,
 ) -> None:
     """Print the streams of a generation as they arrive; see `print_logs`.
 
@@ -363,6 +415,7 @@ async def print_streams(
                         say if stream == first else lambda text: None,
                         over,
                         selection,
+                        position=None if positions is None else positions[stream],
                     )
                 )
     except ExceptionGroup as group:

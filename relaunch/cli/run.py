@@ -37,6 +37,8 @@ INTERRUPTED = 130
 SUBMIT_TIMEOUT_S = 60.0
 """Seconds in which a server that was just started takes the job. It takes some milliseconds."""
 OUTPUT_CHECK_INTERVAL_S = 0.5
+EXIT_TIMEOUT_S = 2.5
+"""Seconds that a second ctrl-C takes at most."""
 
 
 @dataclass(frozen=True)
@@ -206,6 +208,14 @@ async def _run(
     is_running = False  # where relaunch knows of no end, the job may run
     code: int | None = None
     keeping: asyncio.Task[None] | None = None
+    is_printed = True  # all that ranks have printed
+
+    def report_unprinted(text: str) -> None:
+        nonlocal is_printed
+        is_printed = False
+        kept = f", which the state folder {own.state} has" if own else ""
+        say(f"{text}; `relaunch logs {spec.name}` prints all of it{kept}")
+
     try:
         from relaunch.cli.submit import submit
 
@@ -256,6 +266,7 @@ async def _run(
                 say,
                 can_retry=own is None,
                 output=output,
+                report_unprinted=report_unprinted,
             ),
             interruptions,
             lambda reason: jobs.cancel(client, spec.name, reason),
@@ -277,7 +288,7 @@ async def _run(
         if own and not is_running:
             keep_agents(settings, own)
             own.stop()
-            if code == 0:
+            if code == 0 and is_printed:
                 shutil.rmtree(own.state, ignore_errors=True)
 
 
@@ -358,7 +369,7 @@ async def _wait_for_job(
     following = asyncio.create_task(follow())
     watching = asyncio.create_task(_watch_output(interruptions, outlives_terminal))
     interrupted = asyncio.create_task(interruptions.get())
-    cancelling: asyncio.Task[None] | None = None
+    cancelling: asyncio.Task[bool] | None = None
     try:
         while True:
             await asyncio.wait(
@@ -380,15 +391,30 @@ async def _wait_for_job(
             _discard_broken_output()  # a closed terminal sends SIGHUP first
             if cancelling is None:
                 say(f"cancelling job {name}; press ctrl-C again to exit at once")
-                cancelling = asyncio.create_task(cancel(interruption.reason))
+                cancelling = asyncio.create_task(_cancel(cancel, interruption.reason, say))
             elif interruption.insists:
-                say(f"exiting; the cancellation of job {name} continues")
+                has_ended = cancelling.done() and not cancelling.result()
+                rest = "" if has_ended else f"; the cancellation of job {name} continues"
+                say(f"exiting{rest}")
                 following.cancel()
-                await asyncio.wait([cancelling], timeout=2)  # the request itself must be sent
+                # The request itself must be sent, and what is not printed be said.
+                await asyncio.wait([cancelling, following], timeout=EXIT_TIMEOUT_S)
                 return None
     finally:
         for task in (watching, interrupted):
             task.cancel()
+
+
+async def _cancel(
+    cancel: Callable[[str], Coroutine[Any, Any, None]], reason: str, say: Callable[[str], None]
+) -> bool:
+    """Cancel a job; return whether it could be: its last output may be printed after its end."""
+    try:
+        await cancel(reason)
+    except ConfigError as error:
+        say(str(error))
+        return False
+    return True
 
 
 def _is_broken_output(error: BaseException | None) -> bool:

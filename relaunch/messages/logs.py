@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 from relaunch.job.state import Incident
 from relaunch.spec.job import OutputStream
 
+MAX_READ_BYTES = 262_144
+"""Limit for one answer; with JSON escapes it stays well below the 2 MiB limit of a payload."""
+
 
 @dataclass(frozen=True, slots=True)
 class ReadLogsInput:
@@ -27,9 +30,8 @@ class ReadLogsInput:
     offsets: dict[int, int] | None = None
     """Offset to continue from, by rank; a rank without one is read from its beginning (or its
     `tail`). None: all ranks are."""
-    max_bytes: int = 262_144
-    """Limit for the whole answer; with JSON escapes it stays well below the 2 MiB limit of a
-    payload."""
+    max_bytes: int = MAX_READ_BYTES
+    """Limit for the whole answer, in equal shares for the nodes."""
     wait: float = 0.0
     """Seconds to wait for new data. 0: for the answers of all nodes instead."""
     tail: int | None = None

@@ -99,6 +99,22 @@ def test_logs_are_found_without_the_order_and_else_refused_truly(node: Node) -> 
     assert removed is not None and "removed" in removed["reason"]
 
 
+def test_a_read_goes_to_the_ranks_that_have_something(node: Node) -> None:
+    code = "import os; print('x' * int(os.environ['LENGTH']))"
+    lengths = [0, 99, 79_999, 149_999, 99]
+    rank_env = [{"LENGTH": str(one)} for one in lengths]
+    node.run(1, python_command(code), ranks=len(lengths), rank_env=rank_env)
+    wait_for(lambda: len(node.journal()) == len(lengths))
+    offsets = {"0": 1, "1": 0, "2": 0, "3": 0, "4": 100}
+    first = read(node, offsets=offsets, max_bytes=200_100)
+    assert {one["rank"]: one["next"] for one in first["chunks"]} == {1: 100, 2: 80_000, 3: 120_000}
+    assert not first["ended"]
+    offsets |= {str(one["rank"]): one["next"] for one in first["chunks"]}
+    rest = read(node, offsets=offsets, max_bytes=200_100)
+    assert [(one["rank"], one["next"]) for one in rest["chunks"]] == [(3, 150_000)]
+    assert rest["ended"]
+
+
 APART = """
 import sys, time
 print("printed")

@@ -1,0 +1,143 @@
+"""The end of a job's output: it is printed as long as it arrives, and what is missing is said.
+
+The event loop's time jumps to what is waited for, so a minute costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import selectors
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from temporalio.client import ActivityFailureError
+
+from relaunch.cli import logs
+from relaunch.cli.follow import LogReader
+from relaunch.cli.rank_output import RunOutput
+from relaunch.messages.logs import LogPiece, ReadLogsInput, ReadLogsOutput
+from tests.recovery.builders import running
+
+LINE = "x" * 99 + "\n"
+
+
+class JumpingLoop(asyncio.SelectorEventLoop):
+    """An event loop without real waits: its clock goes on by what it would have waited."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        selector = selectors.DefaultSelector()
+        select = selector.select
+
+        def jump(timeout: float | None = None) -> Any:
+            assert timeout is not None, "it would wait for ever"
+            self.now += max(0.0, timeout)
+            return select(0)
+
+        selector.select = jump  # type: ignore[method-assign]
+        super().__init__(selector)
+
+    def time(self) -> float:
+        return self.now
+
+
+@dataclass
+class SlowWorker:
+    """Answers each `read_logs` with one line of rank 0, 20 s after it was asked."""
+
+    lines: int
+    answers: int = 10**9
+    """How often it answers; then its node or it is gone, and calls end without an answer."""
+    asked: list[int] = field(default_factory=list)
+
+    async def execute_activity(self, name: str, input: ReadLogsInput, **options: Any) -> Any:
+        size = self.lines * len(LINE)
+        if input.tail == 0:
+            return ReadLogsOutput(begins={0: size}, sizes={0: size, 1: 0})
+        self.asked.append(1)
+        await asyncio.sleep(20)
+        if len(self.asked) > self.answers:
+            raise ActivityFailureError(cause=TimeoutError())
+        begin = (input.offsets or {}).get(0, 0)
+        left = begin < size
+        chunks = (LogPiece(0, begin + len(LINE), LINE),) if left else ()
+        return ReadLogsOutput(chunks=chunks, ended=not left)
+
+
+def print_all(worker: SlowWorker, until: Callable[[asyncio.Task[None]], None]) -> list[str]:
+    """Read the logs of a job that has ended; return what is said to be missing."""
+    said: list[str] = []
+
+    async def work() -> None:
+        client: Any = worker
+        reader = LogReader(client, "q", lambda text: None, output=RunOutput())
+        reading = asyncio.create_task(reader.run())
+        reader.see(running(nodes=1, nproc_per_node=2))
+        printing = asyncio.create_task(reader.print_rest(reading, said.append))
+        until(printing)
+        await asyncio.wait({printing})
+
+    with asyncio.Runner(loop_factory=JumpingLoop) as runner:
+        runner.run(work())
+    return said
+
+
+def test_a_long_backlog_is_printed_to_its_end(capsys: pytest.CaptureFixture[str]) -> None:
+    assert print_all(SlowWorker(lines=50), lambda printing: None) == []
+    assert capsys.readouterr().out == f"[rank 0] {LINE}" * 50
+
+
+def test_output_that_no_worker_brings_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    said = print_all(SlowWorker(lines=50, answers=3), lambda printing: None)
+    assert said == ["not printed of generation 1: 4700 bytes of rank 0"]
+    assert capsys.readouterr().out == f"[rank 0] {LINE}" * 3
+
+
+def test_a_worker_that_is_back_in_time_loses_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    class Worker(SlowWorker):
+        async def execute_activity(self, name: str, input: ReadLogsInput, **more: Any) -> Any:
+            if len(self.asked) == 5:
+                self.asked.append(1)
+                raise ActivityFailureError(cause=TimeoutError())
+            return await super().execute_activity(name, input, **more)
+
+    assert print_all(Worker(lines=9), lambda printing: None) == []
+    assert capsys.readouterr().out == f"[rank 0] {LINE}" * 9
+
+
+def test_who_does_not_wait_for_the_end_hears_what_is_missing() -> None:
+    def interrupt(printing: asyncio.Task[None]) -> None:
+        asyncio.get_running_loop().call_later(70, printing.cancel)
+
+    said = print_all(SlowWorker(lines=50), interrupt)
+    assert said == ["not printed of generation 1: 4700 bytes of rank 0"]
+
+
+def test_full_answers_are_asked_for_without_a_pause() -> None:
+    """A pause after each call would make a backlog of 300 MB take minutes more."""
+
+    class Worker(SlowWorker):
+        async def execute_activity(self, name: str, input: ReadLogsInput, **more: Any) -> Any:
+            at.append(asyncio.get_running_loop().time())
+            begin = (input.offsets or {}).get(0, 0)
+            data = "x" * (200_000 if len(at) < 10 else 1)
+            return ReadLogsOutput(
+                chunks=(LogPiece(0, begin + 1, data),) if len(at) < 20 else (), ended=len(at) >= 20
+            )
+
+    at: list[float] = []
+
+    async def work() -> None:
+        client: Any = Worker(lines=0)
+        where = logs.Generation("default", ("n1",), "default", "llama", 1, 1)
+        hidden = RunOutput(hidden=frozenset({"stdout"}))
+        printer = hidden.make_printer(1, 1, 1, ("stdout",), "stdout")
+        await logs.print_logs(client, "q", where, printer, lambda text: None, lambda: False)
+
+    with asyncio.Runner(loop_factory=JumpingLoop) as runner:
+        runner.run(work())
+    pauses = [after - before for before, after in itertools.pairwise(at)]
+    assert [pause > 0 for pause in pauses] == [False] * 9 + [True] * 10
