@@ -46,25 +46,29 @@ def list_jobs(state: Path, order: Fields) -> Json:
     """Return the generations on this node.
 
     With `gpus`, the answer also has what NVML reports about the GPUs and which processes use them.
-    With `living`, only generations whose shim or ranks live, and their jobs: of those that are over
-    a node may have thousands.
+    With `brief`, of the generations that are over only the newest of each job and fleet, without
+    its ranks: a node may have thousands of them.
     """
-    jobs, living = [], order.flag("living", False)
+    jobs, brief = [], order.flag("brief", False)
     folder = state / "jobs"
     for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
         highest = read_json(entry / "highest.json")
         if highest is None:
             continue
         job = JobState.from_row(state, highest)
-        generations = []
-        for generation in job.list_generations():
-            has_shim, groups = generation.has_live_shim(), generation.groups
-            alive = {pid for pid, started in groups.items() if processes.is_alive(pid, started)}
-            if living and not has_shim and not alive:
-                continue
+        generations: list[Json] = []
+        fleets: set[str | None] = set()
+        for generation in reversed(job.list_generations()):
             prepared = generation.prepared_order
             if prepared is None:
                 continue
+            has_shim, groups = generation.has_live_shim(), generation.groups
+            alive = {pid for pid, started in groups.items() if processes.is_alive(pid, started)}
+            is_over, fleet = not has_shim and not alive, prepared.get("fleet")
+            # One below it was proven stopped before it was prepared.
+            if brief and is_over and fleet in fleets:
+                continue
+            fleets.add(fleet)
             pids = {rank: pid for rank, (pid, _) in generation.pids.items()}
             generations.append(
                 {
@@ -73,18 +77,16 @@ def list_jobs(state: Path, order: Fields) -> Json:
                     "state": _derive_state(generation) if has_shim else "gone",
                     "ranks": [
                         {"rank": rank, "pid": pids.get(rank), "alive": pids.get(rank) in alive}
-                        for rank in prepared["ranks"]
+                        for rank in (() if brief and is_over else prepared["ranks"])
                     ],
-                    **({"fleet": prepared["fleet"]} if prepared.get("fleet") else {}),
+                    **({"fleet": fleet} if fleet else {}),
                 }
             )
-        if living and not generations:
-            continue
         jobs.append(
             {
                 **job.names,
                 **{name: highest[name] for name in ("prepared", "stopped")},
-                "generations": generations,
+                "generations": generations[::-1],
             }
         )
     holder = hold.read_holder(state)

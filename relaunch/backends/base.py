@@ -322,7 +322,7 @@ class Backend(Protocol):
         ...
 
     async def list(self, node: str, gpus: bool = False) -> Mapping[str, Any]:
-        """Ask which generations are alive there, with their jobs.
+        """Ask which generations are alive there, and which was the newest of each job.
 
         With `gpus`, ask also for its GPUs and the processes on them, in the form of `probe`. That
         costs the node a process, and some ten seconds if a driver hangs. It is skipped while the

@@ -217,10 +217,10 @@ class AgentSession:
 
     async def list(self, gpus: bool = False) -> Mapping[str, Any]:
         if gpus:
-            order = {"living": True, "gpus": True}
+            order = {"brief": True, "gpus": True}
             answer = await self._call("list", order, GPU_READ_TIMEOUT + self._within)
         else:
-            answer = await self._call("list", {"living": True}, self._within)
+            answer = await self._call("list", {"brief": True}, self._within)
         if answer["outcome"] == "refused":
             refused = self._read_refusal("list", answer)
             raise ProtocolError(

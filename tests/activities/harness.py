@@ -24,7 +24,9 @@ from tests.fakes.nodes import Script, SimulatedBackend
 from tests.workflows.rig import SimulatedFleets, fleet, policy
 
 TOKEN = Token("default", "llama", 1000, 1)
-PATIENCE = 60.0
+PATIENCE = 240.0
+"""Seconds. A watch allows a multiple of the longest step that it saw, and on a machine that stood
+still for some seconds that is minutes."""
 
 
 @dataclass

@@ -488,26 +488,27 @@ def test_a_start_after_an_order_to_stop_launches_nothing(node: Node) -> None:
     assert not (node.folder() / "started.json").exists()
 
 
-def test_a_list_of_the_living_leaves_out_what_is_over(node: Node) -> None:
-    expect_done(node.prepare(1))
-    expect_done(node.stop(1))
-    expect_done(node.prepare(2))
-    (pids,) = [expect_done(node.start(2))["pids"]]
+def test_a_brief_list_has_little_of_what_is_over(node: Node) -> None:
+    for generation in (1, 2, 3):
+        expect_done(node.prepare(generation))
+        expect_done(node.stop(generation))
+    expect_done(node.prepare(4))
+    pids = expect_done(node.start(4))["pids"]
     for over in (token(1, job="over"), token(2, job="over")):
         expect_done(node.prepare(token=over))
         expect_done(node.stop(token=over))
     everything = expect_done(node.order("list"))["jobs"]
-    assert {one["job"]: len(one["generations"]) for one in everything} == {"j": 2, "over": 2}
-    (job,) = expect_done(node.order("list", living=True))["jobs"]
-    (living,) = job["generations"]
-    assert (job["job"], living["generation"], living["state"]) == ("j", 2, "running")
+    assert {one["job"]: len(one["generations"]) for one in everything} == {"j": 4, "over": 2}
+    jobs = {one["job"]: one for one in expect_done(node.order("list", brief=True))["jobs"]}
+    (running,), ended = jobs["j"]["generations"], jobs["over"]["generations"]
+    assert (running["generation"], running["state"]) == (4, "running")
+    assert {str(one["rank"]): one["pid"] for one in running["ranks"]} == pids
+    assert ended == [{"submission": 1, "generation": 2, "state": "gone", "ranks": []}]
+    assert (jobs["over"]["prepared"], jobs["over"]["stopped"]) == ([1, 2], [1, 2])
     # Ranks that have lost their shim, supervisor and guard are listed: they have to be stopped.
-    folder = next(path.parent for path in node.state.glob("jobs/*/1-2/started.json"))
-    left = folder.with_name("1-3")
-    left.mkdir(0o700)
+    folder = next(path.parent for path in node.state.glob("jobs/*/1-4/started.json"))
     for name in ("order.json", "started.json"):
-        shutil.copy(folder / name, left)
-    (left / "shim.lock").touch()
-    (job,) = expect_done(node.order("list", living=True))["jobs"]
-    assert [one["state"] for one in job["generations"]] == ["running", "gone"]
-    assert {str(one["rank"]): one["pid"] for one in job["generations"][1]["ranks"]} == pids
+        shutil.copy(folder / name, folder.with_name("1-2") / name)
+    jobs = {one["job"]: one for one in expect_done(node.order("list", brief=True))["jobs"]}
+    assert [one["state"] for one in jobs["j"]["generations"]] == ["gone", "running"]
+    assert {str(one["rank"]): one["pid"] for one in jobs["j"]["generations"][0]["ranks"]} == pids

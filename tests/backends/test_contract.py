@@ -643,7 +643,7 @@ async def test_calls_at_the_same_time_do_not_hinder_each_other(make: Make) -> No
 # --- asking ---------------------------------------------------------------------------------------
 
 
-async def test_list_tells_the_living_generations_of_every_job(make: Make) -> None:
+async def test_list_tells_newest_generations_and_living_ranks(make: Make) -> None:
     fleet = make({1: RUNS, 2: RUNS})
     assert (await fleet.backend.list("n1"))["jobs"] == []
     await launch(fleet, 1)
@@ -661,8 +661,9 @@ async def test_list_tells_the_living_generations_of_every_job(make: Make) -> Non
     assert {rank["rank"]: rank["pid"] for rank in running["ranks"]} == started.pids
     assert all(rank["alive"] for rank in running["ranks"])
     await fleet.backend.stop("n1", stop_order(other))
-    # A node remembers thousands of jobs that are over.
-    assert [job["job"] for job in (await fleet.backend.list("n1"))["jobs"]] == ["contract"]
+    after = {job["job"]: job for job in (await fleet.backend.list("n1"))["jobs"]}
+    (over,) = after["other"]["generations"]
+    assert (over["state"], over["ranks"], after["other"]["stopped"]) == ("gone", [], [5, 1])
 
 
 async def test_logs_are_read_on_from_an_offset_until_they_end(make: Make) -> None:

@@ -310,19 +310,19 @@ class Node:
         jobs = []
         for (namespace, name), job in self.jobs.items():
             generations = []
+            newest = {one.order.fleet: token for token, one in job.generations.items()}
             for token, one in job.generations.items():
-                if one.state == "gone":
+                is_over = one.state == "gone"
+                if is_over and newest[one.order.fleet] != token:
                     continue
                 ranks = [
                     {"rank": rank.rank, "pid": rank.pid, "alive": rank.ended is None}
-                    for rank in one.ranks.values()
+                    for rank in (() if is_over else one.ranks.values())
                 ]
                 whose = {"fleet": one.order.fleet} if one.order.fleet else {}
                 generations.append(
                     {**_serialize_token(token), "state": one.state, "ranks": ranks, **whose}
                 )
-            if not generations:
-                continue
             prepared, stopped = _order(job.prepared), _order(job.stopped)
             told = {
                 "prepared": prepared and list(prepared),
