@@ -252,6 +252,12 @@ class Node:
     def start(
         self, generation: int = 1, command: list[str] | None = None, ranks: int = 2, **more: Any
     ) -> Json | None:
+        lines = self.begin_start(generation, command, ranks, **more).read_rest()
+        return lines[-1] if lines else None
+
+    def begin_start(
+        self, generation: int = 1, command: list[str] | None = None, ranks: int = 2, **more: Any
+    ) -> Stream:
         given: Json = {
             "token": token(generation),
             "command": ["sleep", "1000"] if command is None else command,
@@ -265,7 +271,7 @@ class Node:
             "fences": True,
             "log_pattern": None,
         }
-        return self.order("start", **{**given, **more})
+        return self.begin("start", **{**given, **more})
 
     def run(
         self, generation: int = 1, command: list[str] | None = None, ranks: int = 2, **more: Any

@@ -22,6 +22,7 @@ from real_node import (
     is_alive,
     python_command,
     read_name,
+    refusal,
     send_to_shim,
     wait_for,
 )
@@ -30,6 +31,7 @@ from test_lease import renewing
 from relaunch.agent import processes
 from relaunch.agent.protocol import Token
 from relaunch.agent.ranks import guard
+from relaunch.agent.state import read_json
 
 SHORT = {"lease": 0.6, "fence_after": 0.6, "stop_grace": 0.5}
 STUBBORN = (
@@ -290,6 +292,30 @@ def test_a_disk_that_hangs_keeps_no_rank_alive(
         assert boottime() - began < 30.0
         assert is_frozen(node.pid("shim")), "the shim waits for nothing: the test shows nothing"
     wait_for(lambda: [seen["kind"] for seen in node.journal()].count("RankExited") == 2)
+
+
+def test_a_disk_that_hangs_starts_no_rank_later(node: Node, tmp_path: Path) -> None:
+    """The controller may have begun another generation when the disk returns."""
+    for generation, valid_for in enumerate((1.0, 5.0, 25.0), 1):  # a busy machine needs longer
+        prepared = expect_done(node.prepare(generation, valid_for=valid_for))
+        folder, shim = node.folder(generation), node.pid("shim", generation)
+        node.pid("guard", generation)
+        write = folder / f".started.json.{shim}"
+        os.mkfifo(write)  # a write to it waits until it is read
+        began = tmp_path / f"began.{generation}"
+        given = {"prepared": prepared["stamp"], "command": ["touch", str(began)]}
+        start = node.begin_start(generation, **given)
+        wait_for(lambda late=prepared["stamp"] + valid_for: boottime() > late)
+        reading = os.open(write, os.O_RDONLY | os.O_NONBLOCK)
+        answer = start.read_rest()[-1]
+        os.close(reading)
+        assert refusal(answer) == "expired"
+        assert not began.exists()
+        launch = read_json(folder / "started.json")
+        if launch is not None:
+            break
+    assert launch is not None, "the order came too late each time: the test shows nothing"
+    assert launch["refused"]["why"] == "expired"
 
 
 def test_what_is_below_a_process_is_never_that_below_its_parent() -> None:

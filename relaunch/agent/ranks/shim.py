@@ -548,14 +548,18 @@ class Shim:
             "redact": spawn.make_redaction(order, self.generation, self.token),
             "pids": None,
         }
+        self._set_launch_end()  # before a disk that hangs can keep this process from it
+        if not self.guard.pid:
+            self.guard.due_at = now()
+            self.guard.tick()
         try:
             self._record_launch(launching)
         except Refusal as refused:
+            self.launch_ends = None
+            self._inform_guard()
             return refused.answer
         release_port(self.sockets.master)
-        begins = min(spawn.EXEC_TIMEOUT, self.order["fence_after"])
-        self.launch_ends = now() + begins + self.order["lease"]
-        self._inform_guard()
+        self._set_launch_end()
         is_warm = self.warm is not None
         try:
             obstacle = self._launch(order)
@@ -587,11 +591,28 @@ class Shim:
         self.upkeep.has_separate_stderr = order["separate_stderr"] and "launched" not in order
         self.state = "running"
         self.used_at = now()  # this node may have waited long for slower ones to be prepared
-        self.lease = Lease(now(), self.order["lease"], self.order["fence_after"], order["fences"])
+        begun = min(now(), self._latest_begin)
+        self.lease = Lease(begun, self.order["lease"], self.order["fence_after"], order["fences"])
         self._inform_supervisor(begin=True)
         # Fork helpers that do not run yet at once: the ranks must not run without them.
         self.link.due_at = self.guard.due_at = now()
         return self.started
+
+    @property
+    def _latest_begin(self) -> float:
+        """Return when ranks have begun at the latest, by what a controller counts with.
+
+        It takes the first lease to begin by `valid_until`, and then waits for `lease`,
+        `fence_after` and `stop_grace` (relaunch.job.fencing.safe_launch_at).
+        """
+        begins = min(spawn.EXEC_TIMEOUT, float(self.order["fence_after"]))
+        return float(self.order["valid_until"]) + begins
+
+    def _set_launch_end(self) -> None:
+        """Have the guard end ranks that are forked from now on, should this process not begin."""
+        begins = min(spawn.EXEC_TIMEOUT, float(self.order["fence_after"]))
+        self.launch_ends = min(now() + begins, self._latest_begin) + float(self.order["lease"])
+        self._inform_guard()
 
     def _launch(self, order: Json) -> Optional[str]:
         """Start the ranks; return why they were not forked from the warm Python, if there is one.
@@ -600,7 +621,15 @@ class Shim:
         """
         ranks = self.order["ranks"]
         try:
-            return spawn.launch(self.generation, self.token, ranks, order, self.alive, self.warm)
+            return spawn.launch(
+                self.generation,
+                self.token,
+                ranks,
+                order,
+                self.alive,
+                self.warm,
+                self.order["valid_until"],
+            )
         finally:
             if self.warm is not None:
                 self.warm.kill()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import resource
 import select
@@ -18,7 +19,7 @@ from typing import Dict, List, NoReturn, Optional, Tuple
 
 from relaunch.agent import disk, processes
 from relaunch.agent.failpoints import reach_failpoint
-from relaunch.agent.protocol import Json, Refusal, Token
+from relaunch.agent.protocol import Json, Refusal, Token, now
 from relaunch.agent.ranks import flight, launched, redact
 from relaunch.agent.state import Generation, read_boot_id, write_json
 from relaunch.agent.warm.hook import NATIVE_PREFIXES
@@ -199,14 +200,26 @@ def launch(
     order: Json,
     started: Ranks,
     warm: Optional[WarmPython] = None,
+    valid_until: float = math.inf,
 ) -> Optional[str]:
     """Start all ranks, and add each to `started` as soon as it is forked.
+
+    Args:
+        generation: The generation.
+        token: Its token.
+        ranks: The numbers of the ranks.
+        order: The start order.
+        started: Gets the pid of each rank.
+        warm: The Python that is to fork the ranks, if there is one.
+        valid_until: When the generation's preparation expires, in seconds of CLOCK_BOOTTIME. Later,
+            no rank is started, because the controller may have begun another generation: what is
+            written in between takes arbitrarily long on a disk that hangs.
 
     Returns:
         Why ranks were started from nothing although there is a warm Python; None otherwise.
 
     Raises:
-        Refusal: A rank cannot be started. Those in `started` may be running.
+        Refusal: A rank cannot be started, or it is too late. Those in `started` may be running.
     """
     base = dict(os.environ)
     task = {
@@ -237,10 +250,13 @@ def launch(
             pid = None
             if warm is not None and obstacle is None:
                 try:
-                    pid, reading = _fork_warm(warm, order, environment, outputs, recorded, started)
+                    pid, reading = _fork_warm(
+                        warm, order, environment, outputs, recorded, started, valid_until
+                    )
                 except WarmError as error:
                     obstacle = str(error)
             if pid is None:
+                _refuse_expired(valid_until)
                 pid, reading = _fork_cold(order, command, environment, outputs, recorded)
                 started[rank] = pid
             reports[reading] = rank
@@ -257,6 +273,17 @@ def launch(
         for reading in reports:
             os.close(reading)
     return obstacle
+
+
+def _refuse_expired(valid_until: float) -> None:
+    """Refuse to start a rank of a preparation that has expired.
+
+    Raises:
+        Refusal: It has.
+    """
+    late = now() - valid_until
+    if late > 0.0:
+        raise Refusal("expired", f"its preparation expired {late:.1f} s before a rank was started")
 
 
 def _find_obstacle(
@@ -296,11 +323,13 @@ def _fork_warm(
     outputs: Tuple[int, int],
     task: Tuple[Generation, Json],
     started: Ranks,
+    valid_until: float,
 ) -> Tuple[int, int]:
     """Have the warm Python fork a rank, and let it go once it is recorded.
 
     Raises:
         WarmError: No process of this call is, or becomes, the rank: it did not get the word to go.
+        Refusal: It is too late; the same holds.
     """
     generation, record = task
     reading, writing = os.pipe()
@@ -312,6 +341,7 @@ def _fork_warm(
             raise WarmError("a process that it forked has ended")
         reach_failpoint(generation.state, "warm.forked")
         _record_task(generation, record, process)
+        _refuse_expired(valid_until)
         started[record["rank"]] = pid
         os.write(going, b"g")
     except BaseException:
