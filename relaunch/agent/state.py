@@ -5,6 +5,7 @@ Does not judge what the contents mean for an order.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -115,7 +116,17 @@ def try_lock(path: Path) -> int | None:
 
     The kernel releases it when the last process that holds it dies.
     """
-    return _lock(os.open(path, os.O_RDWR | os.O_CREAT, 0o1600))
+    return _lock(_open_lock(path, os.O_RDWR | os.O_CREAT))
+
+
+def _open_lock(path: Path, flags: int) -> int:
+    try:
+        return os.open(path, flags, 0o1600)
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+        # Ranks are stopped on a disk that became read-only, too.
+        return os.open(path, os.O_RDONLY)
 
 
 def _lock(handle: int) -> int | None:
@@ -252,7 +263,7 @@ class Generation:
         shim that holds it open.
         """
         try:
-            handle = os.open(self.path / "shim.lock", os.O_RDWR)
+            handle = _open_lock(self.path / "shim.lock", os.O_RDWR)
         except FileNotFoundError:
             return self.find_shim() is not None
         lock = _lock(handle)

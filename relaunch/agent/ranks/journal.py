@@ -17,10 +17,26 @@ from relaunch.agent.protocol import Json, line, now
 
 RETRY_INTERVAL = 1.0
 """Seconds between attempts to write again after a disk error."""
+UNWRITTEN_DELAY = 2.0
+"""Seconds after which observations that the disk does not take are reported all the same.
+
+After a loss of power their numbers would be used again, but the disk may never take them, such as
+one that an error has made read-only, and ranks whose exits are not known would count as alive.
+"""
 RESERVED_BYTES, RESERVED_BYTES_PER_RANK = 8192, 512
 """Bytes preallocated before the ranks run. An exit takes one line of about 200 bytes."""
-_RETRIED_ERRNOS = (*disk.FULL_ERRNOS, errno.EIO, errno.EROFS, errno.EFBIG)
-"""Disk errors after which the same write may succeed later."""
+_RETRIED_ERRNOS = (
+    *disk.FULL_ERRNOS,
+    errno.EIO,
+    errno.EROFS,
+    errno.EFBIG,
+    errno.EBADF,
+    errno.EINVAL,
+)
+"""Disk errors after which the same write may succeed later.
+
+EBADF and EINVAL are those of a journal that could only be opened for reading.
+"""
 
 
 def read(path: Path) -> list[Json]:
@@ -57,6 +73,15 @@ def explains_missing_exits(observations: list[Json]) -> bool:
     return any(observation["kind"] in ("ShimDied", "RanksVanished") for observation in observations)
 
 
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o1600)
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+        return os.open(path, os.O_RDONLY)  # each write fails; what is in it is read
+
+
 class Journal:
     """A writer that appends observations after the last complete one.
 
@@ -69,18 +94,24 @@ class Journal:
 
         If `ranks` is given, preallocate space for the exits of that many ranks until `close`.
         """
-        self.handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o1600)
+        self.handle = _open(path)
         size = os.fstat(self.handle).st_size
         data = os.pread(self.handle, size, 0)
         found, parsed_bytes = _parse(data)
         if parsed_bytes < size:
-            os.ftruncate(self.handle, parsed_bytes)
+            try:
+                os.ftruncate(self.handle, parsed_bytes)
+            except OSError as error:
+                if error.errno not in _RETRIED_ERRNOS:
+                    raise
         self.seq = len(found)
         self.synced = 0
         """Number of the last observation that survives a loss of power.
 
         Later ones are not sent to watchers: after a loss of power their numbers are used again.
         """
+        self.behind_since: float | None = None
+        """When `sync` first did not get everything to the disk, in seconds of CLOCK_BOOTTIME."""
         self._end = parsed_bytes
         self._pending = bytearray()
         """Complete lines that are not in the file yet."""
@@ -92,6 +123,11 @@ class Journal:
     def pending(self) -> list[Json]:
         """Return the observations that have a number but are not in the file yet."""
         return _parse(bytes(self._pending))[0]
+
+    @property
+    def is_failing(self) -> bool:
+        """Return whether observations have waited too long for the disk to wait any longer."""
+        return self.behind_since is not None and now() >= self.behind_since + UNWRITTEN_DELAY
 
     def append(self, *observations: tuple[str, dict[str, Any]]) -> None:
         """Append observations, each given as (kind, fields).
@@ -122,13 +158,20 @@ class Journal:
 
     def sync(self) -> None:
         """Write what is still pending, then fsync the file."""
+        self._sync()
+        if self.synced == self.seq:
+            self.behind_since = None
+        elif self.behind_since is None:
+            self.behind_since = now()
+
+    def _sync(self) -> None:
         self._write_pending()
         written = self.seq - self._pending.count(b"\n")
         if self.synced < written:
             try:
                 os.fsync(self.handle)
             except OSError as error:
-                if not disk.is_full(error):
+                if error.errno not in _RETRIED_ERRNOS:
                     raise
                 return
             self.synced = written
@@ -156,5 +199,9 @@ class Journal:
     def close(self) -> None:
         self.sync()
         if self._reserved:
-            os.ftruncate(self.handle, self._end)
+            try:
+                os.ftruncate(self.handle, self._end)
+            except OSError as error:
+                if error.errno not in _RETRIED_ERRNOS:
+                    raise
         os.close(self.handle)

@@ -509,24 +509,30 @@ def stop(state: Path, order: Fields) -> Json:
 
     try:
         return carry_out()
+    except TimeoutError:  # of the lock
+        raise
     except OSError as error:
-        if not disk.is_full(error):
-            raise
+        failure = error
     try:
-        if disk.release_ballast(state):
+        if disk.is_full(failure) and disk.release_ballast(state):
             return carry_out()
     except OSError as error:
         if not disk.is_full(error):
             raise
-    # Even with the space of the spare file and the ballast, the stop could not be recorded. Stop
-    # the ranks anyway.
+    # Even with the space of the spare file and the ballast, or on a disk that became read-only,
+    # the stop could not be recorded. Stop the ranks anyway.
     stop_all(
         job, _find_covered(job, token), token.order, grace, stuck_after, "an order to stop came"
     )
-    raise disk.make_refusal(
-        state,
+    consequence = (
         f"generation {token.generation} of job {token.job} is stopped and nothing of it is left, "
-        "but that it may not start again could not be written",
+        "but that it may not start again could not be written"
+    )
+    if disk.is_full(failure):
+        raise disk.make_refusal(state, consequence)
+    raise Refusal(
+        "disk_failed",
+        f"the disk of the state folder {state} takes no write ({failure.strerror}): {consequence}",
     )
 
 

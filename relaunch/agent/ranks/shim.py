@@ -421,13 +421,17 @@ class Shim:
             self._publish()
         if now() >= self.upkeep.due_at:
             self._check_folder()
-        if self.journal.pending and now() >= self.journal_due_at:
+        if self._has_unwritten and now() >= self.journal_due_at:
             self._publish()
         if self.link.tick():
             self.watchers = 0
             self.used_at = max(self.used_at, now())
             self._inform_guard()
         self.guard.tick()
+
+    @property
+    def _has_unwritten(self) -> bool:
+        return bool(self.journal.pending) or self.journal.behind_since is not None
 
     def _fence(self, why: str, reason: str) -> None:
         if self.state == "running":
@@ -442,7 +446,7 @@ class Shim:
             self.guard.next_deadline,
             self.upkeep.due_at,
         ]
-        if self.journal.pending:
+        if self._has_unwritten:
             times.append(self.journal_due_at)
         if self.state == "prepared":
             times.append(self.order["valid_until"])
@@ -742,7 +746,8 @@ class Shim:
         lease = self.lease if self.state == "running" else None
         news: Json = {
             "state": self.state,
-            "seq": self.journal.synced,
+            "seq": self.journal.seq if self.journal.is_failing else self.journal.synced,
+            "unwritten": self.journal.pending if self.journal.is_failing else [],
             "alive": list(self.alive),
             "pids": list(self.alive.items()),
             "guard": self.guard.pid,

@@ -166,9 +166,9 @@ class Supervisor:
         self.kernel = kernel
         self.kernel_reading: Json | None = None
         self.unwritten: list[Json] = []
-        """Observations of the shim's death that could not be written because the disk is full."""
+        """Observations that the disk does not take: the shim's, and of its death."""
         self.synced = 0
-        """Number of the last observation that is on disk, as of the shim's last message."""
+        """Number of the last observation to send: on disk, or waited for long enough."""
         self.watchers: list[Watcher] = []
         self.connections: list[Channel] = []
         self.pattern: re.Pattern[str] | None = None
@@ -199,7 +199,7 @@ class Supervisor:
         if "start" in news:
             self._begin(news["start"])
         self.state = news["state"]
-        self.synced = news["seq"]
+        self.synced, self.unwritten = news["seq"], news["unwritten"]
         self.alive = sorted(int(rank) for rank in news["alive"])
         self.alive_until = news["alive_until"]
         self.leased_until = news["leased_until"]
@@ -243,17 +243,21 @@ class Supervisor:
             self.exit_at = now()
             return
         left = self._kill_rest()
-        self.observations = journal.read(self.generation.journal)
+        record = journal.Journal(self.generation.journal)
+        for kept in self.unwritten:
+            if kept["seq"] == record.seq + 1:  # not written by the shim after all
+                fields = {key: kept[key] for key in kept if key not in ("seq", "kind")}
+                record.append((kept["kind"], fields))
+        self.observations = [*journal.read(self.generation.journal), *record.pending]
         missing = set(self.order["ranks"]) - journal.list_exited(self.observations)
         if missing:
             reason = f"the shim died; the exits of ranks {sorted(missing)} are not known"
             if left:
                 reason += f"; {gpu_users.describe(left)} does not die"
-            record = journal.Journal(self.generation.journal)
             record.append(("ShimDied", {"reason": reason}))
-            record.close()
-            self.unwritten = record.pending
-            self.observations = [*journal.read(self.generation.journal), *self.unwritten]
+        record.close()
+        self.unwritten = record.pending
+        self.observations = [*journal.read(self.generation.journal), *self.unwritten]
         if not left:
             self.generation.remove_task_records()
         self.synced = len(self.observations)

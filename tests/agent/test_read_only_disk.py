@@ -1,0 +1,75 @@
+"""The disk of a state folder becomes read-only after an error: a real one, as ext4 does it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from real_node import Node, is_alive, refusal, wait_for
+
+
+@pytest.fixture
+def node(tmp_path: Path, agent: Path) -> Iterator[Node]:
+    """A node whose state is on a file system of its test, which `fail` makes read-only."""
+    image, folder = tmp_path / "disk.img", tmp_path / "disk"
+    folder.mkdir()
+    with image.open("wb") as file:
+        file.truncate(16 * 1024 * 1024)
+    for command in (
+        ["mkfs.ext4", "-q", str(image)],
+        ["mount", "-o", "loop,errors=remount-ro", str(image), str(folder)],
+    ):
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            pytest.skip(f"{command[0]} is not installed")
+        if done.returncode:
+            pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+    found = Node(folder / "n1", agent)
+    found.state.mkdir(mode=0o700)
+    yield found
+    found.kill_everything()
+    umount = ["umount", str(folder)]
+    wait_for(lambda: subprocess.run(umount, capture_output=True, check=False).returncode == 0)
+
+
+def fail(node: Node) -> None:
+    """Let the kernel find an error in the file system."""
+    device = os.stat(node.state).st_dev
+    block = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve().name
+    trigger = Path(f"/sys/fs/ext4/{block}/trigger_fs_error")
+    if not trigger.exists():
+        pytest.skip("this kernel triggers no error of a file system")
+    trigger.write_text("1")
+    with pytest.raises(OSError, match="Read-only"):
+        (node.state / "file").touch()
+
+
+def test_a_stop_on_a_read_only_disk_stops_and_says_so(node: Node) -> None:
+    pids = node.run(1)
+    fail(node)
+    answer = node.stop(1)
+    assert answer is not None
+    assert refusal(answer) == "disk_failed"
+    assert "Read-only file system" in answer["reason"]
+    assert not any(map(is_alive, pids.values()))
+    assert refusal(node.stop(1)) == "disk_failed"
+
+
+def test_exits_on_a_read_only_disk_are_reported(node: Node) -> None:
+    pids = node.run(1, ["sh", "-c", 'trap "" TERM; sleep 1000; sleep 1000'], stop_grace=60.0)
+    watch = node.watch()
+    watch.read_until("heartbeat")
+    fail(node)
+    os.kill(pids["1"], signal.SIGKILL)
+    exited = watch.read_observation("RankExited")
+    assert (exited["seq"], exited["rank"], exited["signal"]) == (1, 1, 9)
+    os.kill(node.pid("shim"), signal.SIGKILL)
+    died = watch.read_observation("ShimDied")
+    assert died["seq"] == 2
+    assert "ranks [0]" in died["reason"]
+    assert watch.read_until("end") == {"seq": 2}
