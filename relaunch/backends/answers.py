@@ -622,6 +622,9 @@ def parse_last_words(node: str, answer: object) -> dict[str, Any]:
     Raises:
         ProtocolError: It does not fit, or names a rank twice.
     """
+    if isinstance(answer, dict) and isinstance(rows := answer.get("ranks"), list):
+        # The error file is the rank's: a number in it that cannot be stored is no node's fault.
+        answer = {**answer, "ranks": [_reduce_row(row) for row in rows[: MAX_RANKS + 1]]}
     parsed = parse(node, "last-words", LastWordsAnswer, answer)
     ranks = [row.rank for row in parsed.ranks]
     if len(set(ranks)) != len(ranks):
@@ -781,7 +784,9 @@ def _parse_observation(node: str, raw: object, is_platform: bool) -> dict[str, A
         raise ProtocolError(node, f"{what} makes no sense: {_shorten(raw)}, expected an object")
     # The error file is the rank's: a number in it that cannot be stored is not the node's fault.
     bare = {key: value for key, value in raw.items() if key not in ("error", "launched")}
-    launched = raw.get("launched")
+    before, launched = raw.get("before_stop"), raw.get("launched")
+    if "before_stop" in raw:
+        bare["before_stop"] = _strip_error(before)
     if isinstance(launched, list):
         bare["launched"] = [_strip_error(one) for one in launched[: MAX_RANKS + 1]]
     elif launched is not None:
@@ -809,6 +814,8 @@ def _parse_observation(node: str, raw: object, is_platform: bool) -> dict[str, A
     parsed = _parse(node, what, schema, bare).model_dump(exclude_unset=True)
     if "error" in raw:
         parsed["error"] = reduce_error(raw["error"])
+    if schema is RankExitedLine and isinstance(before, dict) and "error" in before:
+        parsed["before_stop"]["error"] = reduce_error(before["error"])
     if schema is RankExitedLine and isinstance(launched, list):
         parsed["launched"] = [
             {**one, "error": reduce_error(whole.get("error"))}
@@ -819,6 +826,12 @@ def _parse_observation(node: str, raw: object, is_platform: bool) -> dict[str, A
 
 def _strip_error(value: object) -> object:
     return {k: v for k, v in value.items() if k != "error"} if isinstance(value, dict) else value
+
+
+def _reduce_row(row: object) -> object:
+    if not isinstance(row, dict) or "error" not in row:
+        return row
+    return {**row, "error": reduce_error(row["error"])}
 
 
 def reduce_error(raw: object) -> dict[str, Any] | None:
