@@ -281,6 +281,29 @@ os.register_at_fork(before=end)
     assert begin(node, 2, COMMAND, **more)["warm"]["forked"]
 
 
+def test_ranks_share_no_position_of_a_file(node: Node, job: Json) -> None:
+    """A module keeps a file of tokens open: each rank reads all of it, as from nothing."""
+    folder = Path(job["workdir"])
+    (folder / "tokens").write_bytes(bytes(range(200)))
+    (folder / "data.py").write_text(
+        "file = open('tokens', 'rb', buffering=0)\nfile.read(3)\n"
+        "import os\nos.set_inheritable(file.fileno(), True)\n"
+    )
+    (folder / "train.py").write_text(
+        "import data, os, time\n"
+        "print('read', [data.file.read(1)[0] for _ in range(100)] == list(range(3, 103)),\n"
+        "    os.get_inheritable(data.file.fileno()), flush=True)\n"
+        "time.sleep(1000)\n"
+    )
+    more = {**job, "warm": ["data"]}
+    begin(node, 1, COMMAND, **more)
+    await_standby(node)
+    assert begin(node, 2, COMMAND, **more)["warm"]["forked"]
+    for rank in (0, 1):
+        wait_for(lambda rank=rank: "read" in node.log(rank, 2))
+        assert node.log(rank, 2) == "read True True\n"
+
+
 @pytest.mark.long_after(variants=1)
 @pytest.mark.parametrize(
     ("command", "reason"),

@@ -109,17 +109,64 @@ def list_descriptors() -> dict[int, str]:
 
 
 def is_shareable(number: int, target: str) -> bool:
-    """Return whether forked processes may share this descriptor: it has no state."""
+    """Return whether each forked process may have this descriptor: without state, or reopened."""
     if target in HARMLESS:
         return True
+    if not has_position(number, target):
+        return False
+    try:
+        os.close(reopen(number))
+    except OSError:
+        return False
+    return True
+
+
+def has_position(number: int, target: str) -> bool:
+    """Return whether a descriptor is of a file or folder, open for reading only."""
+    import stat
+
     if not target.startswith("/") or target.startswith(("/dev/", "/memfd:")):
         return False
     try:
+        mode = os.fstat(number).st_mode
         with open("/proc/self/fdinfo/%d" % number) as file:
             flags = next(int(text[6:], 8) for text in file if text.startswith("flags:"))
     except (OSError, StopIteration):
         return False
-    return flags & os.O_ACCMODE == os.O_RDONLY
+    return (stat.S_ISREG(mode) or stat.S_ISDIR(mode)) and flags & os.O_ACCMODE == os.O_RDONLY
+
+
+def reopen(number: int) -> int:
+    """Return a new descriptor of an open file, with a position that only it has.
+
+    Raises:
+        OSError: The file may not be read any more, say.
+    """
+    found = os.open("/proc/self/fd/%d" % number, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.lseek(found, os.lseek(number, 0, os.SEEK_CUR), os.SEEK_SET)
+    except BaseException:
+        os.close(found)
+        raise
+    return found
+
+
+def take_positions(own: set[int]) -> None:
+    """Give this process its own position in each file that was opened before the fork.
+
+    Else what one rank reads would be skipped by the others.
+
+    Args:
+        own: The descriptors that no other process has.
+
+    Raises:
+        OSError: A file cannot be opened again.
+    """
+    for number, target in list_descriptors().items():
+        if number > 2 and number not in own and has_position(number, target):
+            found = reopen(number)
+            os.dup2(found, number, os.get_inheritable(number))
+            os.close(found)
 
 
 def check_process(module: str, known: dict[int, str]) -> None:
@@ -342,6 +389,9 @@ class Parent:
         for folder, seen in self.site_folders.items():
             if read_version(folder) != seen:
                 return "what is installed in %s has changed" % folder
+        for number, target in list_descriptors().items():
+            if number > 2 and has_position(number, target) and not is_shareable(number, target):
+                return "%s cannot be opened again" % target
         size = find_space()[1]
         for env in check["environments"]:
             if len(serialize_environment(env)) > size:
@@ -455,6 +505,9 @@ def become(rank: Rank) -> None:
             os._exit(1)
         os.close(going)
         allow_reading()
+        step = "open its files again"
+        take_positions({stdout, stderr, failure})
+        step = "prepare the process"
         os.dup2(stdout, 1)
         os.dup2(stderr, 2)
         for handle in {stdout, stderr}:
