@@ -168,13 +168,25 @@ class Child:
     """A process that waits for a command, or is carrying one out."""
 
     def __init__(self, state: Path) -> None:
-        reading, self.to_child = os.pipe()
-        self.from_child, writing = os.pipe()
+        """Fork it.
+
+        Raises:
+            OSError: There is no process or descriptor left for it.
+        """
+        handles: list[int] = []
+        try:
+            handles += os.pipe()
+            handles += os.pipe()
+            reading, self.to_child, self.from_child, writing = handles
+            self.pid = processes.fork(lambda: _serve(state, reading, writing))
+        except OSError:
+            for handle in handles:
+                os.close(handle)
+            raise
         self.number: Any = None
         self.command: Any = None
         self.answered = False
         self.received = bytearray()
-        self.pid = processes.fork(lambda: _serve(state, reading, writing))
         os.close(reading)
         os.close(writing)
 

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from relaunch.agent import disk
 from relaunch.agent.children import Child, write
 from relaunch.agent.failpoints import is_cut
 from relaunch.agent.loop import parse, take_line
@@ -35,6 +36,8 @@ MAX_IDLE = MAX_SPARES + 1
 a followed job, gets the same child each time, while the others wait for a launch."""
 IDLE_TIMEOUT = 30.0
 """Seconds that the child above MAX_SPARES is kept: twice what one `logs` waits for output."""
+SPARE_RETRY_DELAY = 10.0
+"""Seconds after a failed fork in which no process is forked but for an order."""
 FORK_DELAY = 0.05
 """Seconds without a line before spares are replaced: a fork costs 2 ms, which must not delay a
 launch."""
@@ -59,6 +62,9 @@ class Session:
         self.spares: dict[int, Child] = {}
         self.extra_until = 0.0
         """When a child above MAX_SPARES is let go, by the monotonic clock."""
+        self.no_spare_until = 0.0
+        """When to fork a spare at the earliest, by the monotonic clock, after it was not possible.
+        """
         self.unreaped: set[int] = set()
         """Ending children, and shims: they stay children until they or this process end."""
         self.buffer = bytearray()
@@ -89,7 +95,12 @@ class Session:
             self._print(line({"session": hello}))
         while self.open or self.children or self.cut_directions:
             handles = [0, ended] if self.open else [ended]
-            short = self.single is None and self.open and len(self.spares) < MAX_SPARES
+            short = (
+                self.single is None
+                and self.open
+                and len(self.spares) < MAX_SPARES
+                and time.monotonic() >= self.no_spare_until
+            )
             waiting = CUT_CHECK_INTERVAL if self.cut_directions else FORK_DELAY if short else None
             if waiting is None and len(self.spares) > MAX_SPARES:
                 waiting = max(0.0, self.extra_until - time.monotonic())
@@ -109,8 +120,13 @@ class Session:
             if len(self.spares) > MAX_SPARES and time.monotonic() >= self.extra_until:
                 self._release(self.spares.popitem()[1])
             if not ready and short:
-                spare = Child(self.state)
-                self.spares[spare.from_child] = spare
+                try:
+                    spare = Child(self.state)
+                except OSError as error:  # none is needed: an order gets one when it comes
+                    disk.log(f"no process waits for the next order: {error}")
+                    self.no_spare_until = time.monotonic() + SPARE_RETRY_DELAY
+                else:
+                    self.spares[spare.from_child] = spare
             if self.cut_directions and not any(
                 is_cut(self.state, direction) for direction in self.cut_directions
             ):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import time
@@ -99,6 +100,25 @@ def test_a_killed_supervisor_is_replaced_and_nothing_else_is(node: Node, number:
     os.kill(pids["0"], signal.SIGKILL)
     assert watch.read_observation("RankExited")["rank"] == 0
     assert watch.read_observation("RankExited")["rank"] == 1
+
+
+def test_ranks_go_on_while_no_helper_can_be_started(node: Node) -> None:
+    """As with a limit of descriptors, or of processes, that data loaders have used up."""
+    pids = node.run(1)
+    shim, old = node.pid("shim"), node.pid("supervisor")
+    node.pid("guard")
+    open_numbers = set(map(int, os.listdir(f"/proc/{shim}/fd")))
+    free = next(number for number in range(1024) if number not in open_numbers)
+    usual = resource.prlimit(shim, resource.RLIMIT_NOFILE)
+    resource.prlimit(shim, resource.RLIMIT_NOFILE, (free, usual[1]))
+    os.kill(old, signal.SIGKILL)
+    log = node.folder() / "shim.log"
+    wait_for(lambda: "the supervisor cannot be started" in log.read_text() or not is_alive(shim))
+    assert is_alive(shim), log.read_text()
+    resource.prlimit(shim, resource.RLIMIT_NOFILE, usual)
+    wait_for(lambda: node.pid("supervisor") != old)
+    assert node.watch().read_until("heartbeat")["alive"] == [0, 1]
+    assert all(map(is_alive, pids.values()))
 
 
 def test_a_killed_shim_takes_its_ranks_and_their_children_along(node: Node) -> None:

@@ -75,7 +75,12 @@ class ChildLink:
             self.heard_at = now()
         if self.pid or now() < self.due_at:
             return False
-        self._fork()
+        self.due_at = now() + RESTART_DELAY
+        try:
+            self._fork()
+        except OSError as error:  # no process or descriptor is left: ranks go on meanwhile
+            disk.log(f"the {self.name} cannot be started, which is tried again: {error}")
+            return False
         return True
 
     def handle_exit(self, pid: int) -> bool:
@@ -94,9 +99,14 @@ class ChildLink:
             self._channel.drop()
         ours, theirs = socket.socketpair()
         end = theirs.detach()
-        self.heard_at, self.due_at = now(), now() + RESTART_DELAY
-        self.pid = processes.fork(lambda: self.become(end))
-        os.close(end)
+        try:
+            self.pid = processes.fork(lambda: self.become(end))
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            os.close(end)
+        self.heard_at = now()
         self._channel = Channel(self.loop, ours.detach(), self._handle_message, lambda: None)
         process = processes.read_process(self.pid)
         if process is None:
