@@ -169,6 +169,9 @@ def _find_line(path: Path, offset: int) -> int:
     return begin + at + 1 if at >= 0 or begin == 0 else offset
 
 
+CUT_NOTICE = "[relaunch: this log was cut by the job]\n"
+
+
 def _read_chunk(
     path: Path, rank: int, offset: int, limit: int, whole: bool, redactor: Redactor
 ) -> Json | None:
@@ -176,9 +179,14 @@ def _read_chunk(
 
     A character whose bytes are not all there yet is left for the next read, unless `whole`. So is
     what may be the begin of a value to replace, while it is being written.
+
+    A log that is shorter than the offset was cut by its rank, such as by `echo > /dev/stderr`, and
+    is read from its begin.
     """
     try:
         with open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_size < offset:
+                return {"rank": rank, "offset": offset, "next": 0, "data": CUT_NOTICE}
             begin = retention.find_data(file.fileno(), offset)
             if begin > offset:
                 left_out = (

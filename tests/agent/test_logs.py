@@ -84,6 +84,25 @@ def test_logs_say_where_they_begin_and_which_are_missing(node: Node) -> None:
     assert read(node)["missing"] == [1]
 
 
+def test_a_log_that_its_rank_cuts_is_read_from_its_begin(node: Node, tmp_path: Path) -> None:
+    """As `echo > /dev/stderr` and `tee /dev/stderr` do: the streams of a rank are a file."""
+    script = (
+        'echo "step 1 of a line that is longer than all that follows"; '
+        'while [ ! -e "$GO" ]; do sleep 0.02; done; echo "step 7" > /dev/stderr; exec sleep 1000'
+    )
+    more = {"env": {"GO": str(tmp_path / "go")}, "log_pattern": "step (?P<step>[0-9]+)"}
+    node.run(1, ["sh", "-c", script], ranks=1, **more)
+    watch = node.watch()
+    watch.read_until("heartbeat", lambda beat: beat["progress"].get("0", {}).get("step") == 1)
+    (first,) = expect_done(node.order("logs", token=token(1)))["chunks"]
+    (tmp_path / "go").touch()
+    watch.read_until("heartbeat", lambda beat: beat["progress"].get("0", {}).get("step") == 7)
+    (cut,) = expect_done(node.order("logs", token=token(1), offsets={"0": first["next"]}))["chunks"]
+    assert cut["data"] == "[relaunch: this log was cut by the job]\n"
+    (rest,) = expect_done(node.order("logs", token=token(1), offsets={"0": cut["next"]}))["chunks"]
+    assert rest["data"] == "step 7\n"
+
+
 def test_logs_are_found_without_the_order_and_else_refused_truly(node: Node) -> None:
     node.run(1, python_command("print('one')"), ranks=2)
     wait_for(lambda: len(node.journal()) == 2)

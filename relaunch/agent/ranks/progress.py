@@ -188,6 +188,8 @@ class LogReader:
         try:
             with open(self.path, "rb") as file:
                 size = file.seek(0, os.SEEK_END)
+                if self._offset is not None and size < self._offset:
+                    self._offset, self._rest = 0, b""  # the rank has cut its own log
                 if self._offset is None or size - self._offset > LOG_CHUNK_BYTES:
                     self._offset, self._rest = max(0, size - LOG_CHUNK_BYTES), b""
                 if size == self._offset:
