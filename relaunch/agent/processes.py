@@ -161,15 +161,20 @@ def read_memory(pid: int) -> int | None:
     try:
         with open(f"/proc/{pid}/statm", "rb") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
 
 
+HIDDEN = 0
+"""In place of the start time of a process that /proc hides from this user (hidepid, proc(5))."""
+
+
 def read_process(pid: int) -> Process | None:
+    """Return a process; None if it has ended, or is another user's and /proc hides it."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read()
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
     fields = text[text.rindex(b")") + 2 :].split()
     numbers = [int(fields[index]) for index in (1, 2, 3, 17, 19)]
@@ -192,6 +197,8 @@ def read_ending(pid: int, started: int) -> str:
             status = file.read()
     except (FileNotFoundError, ProcessLookupError):
         return "ended"
+    except PermissionError:  # another user's, which /proc hides
+        return "running"
     fields = text[text.rindex(b")") + 2 :].split()
     if int(fields[19]) != started:
         return "ended"
@@ -224,7 +231,9 @@ def read_owner(pid: int) -> int | None:
 def is_alive(pid: int, started: int) -> bool:
     """Return whether the process with this pid and start time is alive."""
     process = read_process(pid)
-    return process is not None and process.started == started and process.is_alive
+    if process is None:
+        return started == HIDDEN and not can_signal(pid)
+    return process.started == started and process.is_alive
 
 
 def _list_pids() -> list[int]:
@@ -257,8 +266,8 @@ def _read_children(parent: int) -> list[int]:
         for thread in os.listdir(f"/proc/{parent}/task"):
             with open(f"/proc/{parent}/task/{thread}/children", "rb") as file:
                 pids += [int(text) for text in file.read().split()]
-    except (FileNotFoundError, ProcessLookupError):
-        # it ended meanwhile: its children have another parent by now
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        # it ended meanwhile, so its children have another parent by now; or /proc hides it
         pass
     return pids
 
@@ -275,8 +284,11 @@ def list_descendants(ancestor: int, without: Iterable[int] = ()) -> list[Process
     if _LISTS_CHILDREN:
         listed = [ancestor]
         while listed:
-            for pid in _read_children(listed.pop()):
+            for pid in _read_children(parent := listed.pop()):
                 candidate = None if pid in excluded else read_process(pid)
+                if candidate is None and pid not in excluded and not can_signal(pid):
+                    # It lives, and says nothing else: a rank has started it with sudo.
+                    candidate = Process(pid, "?", parent, HIDDEN, HIDDEN, 1, HIDDEN)
                 if candidate is not None:
                     listed.append(pid)
                     if candidate.is_alive:
@@ -394,7 +406,7 @@ def kill(process: Process, number: int) -> bool:
     try:
         now = read_process(process.pid)
         if now is None or now.started != process.started:
-            return True
+            return process.started != HIDDEN or can_signal(process.pid)
         if _send_by_pidfd is not None and handle is not None:
             _send_by_pidfd(handle, number)
         else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,7 +41,8 @@ class OrdinaryNode(Node):
 
 
 @pytest.fixture
-def ordinary(agent: Path) -> Iterator[OrdinaryNode]:
+def ordinary(agent: Path, request: pytest.FixtureRequest) -> Iterator[OrdinaryNode]:
+    """The parameter: how /proc is mounted there, as an option of mount(8)."""
     # Not tmp_path: its parents are closed to other users.
     folder = Path(tempfile.mkdtemp(prefix="relaunch-user-"))
     folder.chmod(0o755)
@@ -58,8 +60,13 @@ def ordinary(agent: Path) -> Iterator[OrdinaryNode]:
         "--clear-groups",
         SYSTEM_PYTHON,
     ]
-    wrapper = folder / "python"
-    wrapper.write_text(f'#!/bin/sh\nexec {" ".join(map(str, words))} "$@"\n')
+    wrapper, command = folder / "python", f'exec {" ".join(map(str, words))} "$@"'
+    if options := getattr(request, "param", ""):
+        mount = f"mount -t proc -o {options} proc /proc"
+        if subprocess.run(["unshare", "-m", "sh", "-c", mount], check=False).returncode:
+            pytest.skip(f"/proc cannot be mounted with {options} here")
+        command = f"exec unshare -m sh -c '{mount} && {command}' sh \"$@\""
+    wrapper.write_text(f"#!/bin/sh\n{command}\n")
     wrapper.chmod(0o755)
     node = OrdinaryNode(folder / "n1", folder / "agent.pyz", interpreter=str(wrapper))
     node.sudo = f"{sudo} --reuid=0 --regid=0 --clear-groups"
@@ -125,6 +132,27 @@ def test_a_stop_is_refused_as_stuck_while_a_root_process_lives(
         end(stray)
     expect_done(node.prepare(2))
     wait_for(lambda: not is_alive(shim))
+
+
+@pytest.mark.parametrize("ordinary", ["hidepid=1", "hidepid=2"], indirect=True)
+def test_a_process_that_proc_hides_ends_no_agent(ordinary: OrdinaryNode) -> None:
+    node = ordinary
+    pids, stray = run_with_root_child(node, "setsid", lease=60.0)
+    try:
+        watch = node.watch()
+        watch.read_until("heartbeat")
+        helpers = {role: node.pid(role) for role in ("shim", "guard", "supervisor")}
+        os.kill(pids["1"], signal.SIGTERM)  # one rank fails
+        assert {watch.read_observation("RankExited")["rank"] for _ in pids} == {0, 1}
+        for answer in (node.stop(stuck_after=0.5), node.prepare(2, stuck_after=0.5)):
+            assert refusal(answer) == "stuck"
+            assert answer is not None
+            assert answer["pids"] == [stray]
+        assert {role: node.pid(role) for role in helpers} == helpers
+        assert all(map(is_alive, helpers.values()))
+    finally:
+        end(stray)
+    expect_done(node.prepare(2))
 
 
 def test_a_killed_shim_beside_a_root_process_holds_its_node(
