@@ -269,7 +269,7 @@ def find_mount(folder: Path) -> Dict[str, Any]:
     best = ""
     mount: Dict[str, Any] = {"type": None, "mounted": None}
     try:
-        with open("/proc/self/mountinfo") as file:
+        with open("/proc/self/mountinfo", errors="surrogateescape") as file:
             for text in file:
                 before, _, after = text.partition(" - ")
                 point = before.split()[4].replace("\\040", " ")
@@ -277,4 +277,6 @@ def find_mount(folder: Path) -> Dict[str, Any]:
                     best, mount = point, {"type": after.split()[0], "mounted": point}
     except (OSError, IndexError) as error:
         return {**mount, "unreadable": f"/proc/self/mountinfo: {error}"}
+    if mount["mounted"] is not None:
+        mount["mounted"] = os.fsencode(mount["mounted"]).decode(errors="replace")
     return mount

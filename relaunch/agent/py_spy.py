@@ -278,7 +278,7 @@ def _find_permission(pid: int, path: Path) -> Union["tuple[int, int]", Problem]:
         process = read_process(pid)
         if process is None or process.started != head["started"]:
             return refused
-        with open(f"/proc/{pid}/status") as status:
+        with open(f"/proc/{pid}/status", errors="replace") as status:
             masks = dict(row.split(":\t", 1) for row in status if ":\t" in row)
         # A signal that no handler catches would end the process.
         if not int(masks["SigCgt"], 16) >> (number - 1) & 1 or not 0 < number < signal.NSIG:

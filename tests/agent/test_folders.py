@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from real_node import wait_for
 
 from relaunch.agent import folders
+from relaunch.agent.node import hold
 from relaunch.agent.protocol import Refusal
-from relaunch.agent.ranks import find_shims
+from relaunch.agent.ranks import cgroup, find_shims
 from relaunch.agent.state import open_state
 from relaunch.cli import node_check
 
@@ -281,3 +283,30 @@ def _run_as_user(script: str, agent: Path, environment: dict[str, str]) -> Any:
         )  # fmt: skip
     finally:
         shutil.rmtree(public)
+
+
+@needs_root
+def test_a_mount_whose_name_is_not_text_is_no_obstacle(tmp_path: Path) -> None:
+    """As a share or a stick may have it. Their names are bytes, in the kernel's lists too."""
+    folder = os.fsencode(tmp_path) + b"/caf\xe9"
+    os.mkdir(folder)
+    words: list[str | bytes] = ["mount", "-t", "tmpfs", "tmpfs", folder]
+    if subprocess.run(words, check=False, capture_output=True).returncode:
+        pytest.skip("tmpfs cannot be mounted here")
+    try:
+        found = folders.find_mount(Path(os.fsdecode(folder)))
+        assert found == {"type": "tmpfs", "mounted": f"{tmp_path}/caf\ufffd"}
+        assert "unreadable" not in folders.find_mount(tmp_path)
+        cgroup._find_own()
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def test_a_process_whose_name_is_not_text_is_no_obstacle() -> None:
+    code = "import ctypes; ctypes.CDLL(None).prctl(15, b'caf\\xe9', 0, 0, 0); print(input())"
+    words = [sys.executable, "-S", "-c", code]
+    with subprocess.Popen(words, stdin=subprocess.PIPE) as process:
+        status = Path(f"/proc/{process.pid}/status")
+        wait_for(lambda: b"caf\xe9" in status.read_bytes())
+        assert not hold.is_kill_pending(process.pid)
+        process.kill()

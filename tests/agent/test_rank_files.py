@@ -37,8 +37,15 @@ def test_a_pipe_in_the_place_of_a_progress_file_is_unreadable(tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", ["/dev/zero", "/", "/proc/self/fd/0"])
 def test_devices_and_folders_are_not_read(name: str) -> None:
-    with pytest.raises(OSError, match=r"it is no regular file|Is a directory|No such"):
+    with pytest.raises(OSError, match=r"it is no regular file|No such"):
         open_plain(Path(name))
+
+
+def test_a_folder_that_is_not_read_stays_open_nowhere(tmp_path: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="it is no regular file"):
+        open_plain(tmp_path)
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_file_is_read(tmp_path: Path) -> None:

@@ -274,7 +274,7 @@ def is_kill_pending(pid: int) -> bool:
         return False
     for task in tasks:
         try:
-            with open(f"/proc/{pid}/task/{task}/status") as file:
+            with open(f"/proc/{pid}/task/{task}/status", errors="replace") as file:
                 if has_kill_pending(file.read()):
                     return True
         except OSError:

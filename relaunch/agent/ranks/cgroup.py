@@ -21,9 +21,9 @@ PREFIX = "relaunch-"
 def _find_own() -> Optional[Path]:
     """Return the folder of this process's control group, or None if cgroup v2 is not mounted."""
     try:
-        with open("/proc/self/cgroup") as file:
+        with open("/proc/self/cgroup", errors="surrogateescape") as file:
             own = next((text[3:].rstrip("\n") for text in file if text.startswith("0::")), None)
-        with open("/proc/self/mountinfo") as file:
+        with open("/proc/self/mountinfo", errors="surrogateescape") as file:
             mounts = [text.split() for text in file if " - cgroup2 " in text]
     except OSError:
         return None

@@ -19,8 +19,7 @@ def open_plain(path: Path) -> BinaryIO:
         OSError: It cannot be opened, or is no regular file.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    file = open(handle, "rb")  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(handle).st_mode):
-        file.close()
+        os.close(handle)
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    return file
+    return open(handle, "rb")

@@ -181,7 +181,7 @@ def check_process(module: str, known: dict[int, str]) -> None:
             raise Unsuitable("%s opens the GPU (%s) when it is imported" % (module, target))
         if number not in known and not is_shareable(number, target):
             raise Unsuitable("%s leaves %s open when it is imported" % (module, target))
-    with open("/proc/self/maps") as file:
+    with open("/proc/self/maps", errors="replace") as file:
         for text in file:
             if any(device in text for device in DEVICES):
                 raise Unsuitable("%s opens the GPU when it is imported" % module)
@@ -217,7 +217,7 @@ def name_threads(tasks: list[str]) -> str:
     names = []
     for task in tasks[:MAX_NAMED_THREADS]:
         try:
-            with open("/proc/self/task/%s/comm" % task) as file:
+            with open("/proc/self/task/%s/comm" % task, errors="replace") as file:
                 names.append(own.get(task) or file.read().strip())
         except OSError:  # it has ended meanwhile
             continue
