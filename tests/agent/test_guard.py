@@ -318,6 +318,27 @@ def test_a_disk_that_hangs_starts_no_rank_later(node: Node, tmp_path: Path) -> N
     assert launch["refused"]["why"] == "expired"
 
 
+def test_a_disk_that_hangs_keeps_no_supervisor_waiting(node: Node) -> None:
+    """It writes how far logs have come, and frees the beginning of those that are too long."""
+    node.run(1, ["sh", "-c", "echo up; exec sleep 1000"])
+    wait_for(lambda: "up" in node.log(0) and "up" in node.log(1))
+    times = node.folder() / "log_times"
+    times.mkdir(exist_ok=True)
+    for rank in (0, 1):
+        (times / f"rank_{rank}.log").unlink(missing_ok=True)
+        os.mkfifo(times / f"rank_{rank}.log")  # a write to it waits until it is read
+    old = node.pid("supervisor")
+    os.kill(old, signal.SIGKILL)  # the next one writes at once
+    wait_for(lambda: node.pid("supervisor") != old)
+    watch = node.watch()
+    threads = Path(f"/proc/{node.pid('supervisor')}/task")
+    wait_for(lambda: len(list(threads.iterdir())) == 2, "nothing waits for the disk")
+    began = boottime()
+    watch.renew()
+    beat = watch.read_until("heartbeat", lambda beat: beat["stamp"] > began)
+    assert beat["alive"] == [0, 1]
+
+
 def test_what_is_below_a_process_is_never_that_below_its_parent() -> None:
     """A dead shim's children are those of init, below which every process of the machine is."""
     with subprocess.Popen(["sleep", "1000"]) as dead, subprocess.Popen(["sleep", "1000"]) as other:

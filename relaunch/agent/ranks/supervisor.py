@@ -6,6 +6,7 @@ the shim's death in the journal, and stays to report it to watchers.
 
 from __future__ import annotations
 
+import _thread
 import math
 import os
 import re
@@ -79,6 +80,35 @@ class Watcher:
 
 def _is_time(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+class LogUpkeep:
+    """What is written while ranks run, in a thread: where the disk hangs, only that waits for it.
+
+    Otherwise leases would not be renewed, and ranks would end at their fence.
+    """
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._times = LogTimes(generation)
+        self._is_running = False
+
+    def run(self) -> None:
+        """Begin, unless the last time has not ended yet."""
+        if self._is_running:
+            return
+        self._is_running = True
+        try:
+            _thread.start_new_thread(self._write, ())
+        except RuntimeError:  # this user has no process left
+            self._is_running = False
+
+    def _write(self) -> None:
+        try:
+            retention.cut_live_logs(self._generation)
+            self._times.mark()
+        finally:
+            self._is_running = False
 
 
 @dataclass(frozen=True)
@@ -177,7 +207,7 @@ class Supervisor:
         self.failed_at: float | None = None
         """When the launcher's log was first seen to report a failed rank."""
         self.progress: dict[int, RankProgress] = {}
-        self.log_times = LogTimes(self.generation)
+        self.log_upkeep = LogUpkeep(self.generation)
         self.pinged_at = self.read_at = self.asked_at = 0.0
         self.exit_at: float | None = None
         self.loop.watch(self.listener.fileno(), lambda events: self._accept())
@@ -579,8 +609,7 @@ class Supervisor:
             self.pinged_at = now()
             if not self.link.closed:
                 self._ping()
-            retention.cut_live_logs(self.generation)
-            self.log_times.mark()
+            self.log_upkeep.run()
         if self._kill_due_at is not None and now() >= self._kill_due_at:
             self._kill_for_shim()
         self.peers.expire()
