@@ -69,6 +69,7 @@ from relaunch.job.events import (
 )
 from relaunch.job.fencing import fences, may_leave_lost_behind
 from relaunch.job.ladder import ANSWERS, NAMED, climb
+from relaunch.job.rules import ALL_RULES, Rule, Rules
 from relaunch.job.state import (
     Ask,
     Certainty,
@@ -90,7 +91,13 @@ CANCELLED_EXIT_CODE = 130
 """128 + SIGINT, what a shell reports for a command that Ctrl-C ended."""
 
 
-def decide(job: JobState, event: Event, diagnosis: Diagnosis | None, now: datetime) -> Decision:
+def decide(
+    job: JobState,
+    event: Event,
+    diagnosis: Diagnosis | None,
+    now: datetime,
+    rules: Rules = ALL_RULES,
+) -> Decision:
     """Return the next decision for a job in whose state `event` is already recorded.
 
     Args:
@@ -98,6 +105,7 @@ def decide(job: JobState, event: Event, diagnosis: Diagnosis | None, now: dateti
         event: What happened.
         diagnosis: The root cause by the event's own evidence, as it was given to `apply_event`.
         now: The time of the workflow.
+        rules: Those in force; fewer than all for histories from before a rule.
     """
     if is_stale(job, event):
         return Ignore(
@@ -182,14 +190,11 @@ def decide(job: JobState, event: Event, diagnosis: Diagnosis | None, now: dateti
             return climb(job, Recovery(job.deferred_fault), now, without=job.lost_names)
         case NodeReturned():
             if job.lost:
-                return Wait(
-                    Phase.NODE_LOST,
-                    f"{event.node} answers again, {join_names(job.lost_names, NAMED)} not yet",
-                    next=_explain_lost_next(job),
-                )
+                reason = f"{event.node} answers again, {join_names(job.lost_names, NAMED)} not yet"
+                return _wait_for_lost(job, reason, now, rules)
             return _running(job, f"{event.node} answers again and its ranks had gone on", now)
         case StepReached():
-            return _running(job, f"training passed step {event.step - 1}", now)
+            return _running(job, f"training passed step {event.step - 1}", now, rules)
         case DeadlinePassed():
             return _decide_on_deadline(job, now)
         case CancelRequested():
@@ -318,9 +323,9 @@ def _runs(job: JobState) -> str:
     return f"{runs}; {job.fewer}; {grows}"
 
 
-def _running(job: JobState, reason: str, now: datetime) -> Wait:
+def _running(job: JobState, reason: str, now: datetime, rules: Rules = ALL_RULES) -> Wait:
     if job.lost:
-        return Wait(Phase.NODE_LOST, reason, next=_explain_lost_next(job))
+        return _wait_for_lost(job, reason, now, rules)
     if job.incident is None:
         at = more_at(replace(job, phase=Phase.RUNNING))
         when = f"from {at:%Y-%m-%d %H:%M:%S} UTC on" if at is not None and at > now else "now"
@@ -345,6 +350,21 @@ def _running(job: JobState, reason: str, now: datetime) -> Wait:
         "without a fault",
         until=max(healthy_at, now),
     )
+
+
+def _wait_for_lost(job: JobState, reason: str, now: datetime, rules: Rules) -> Wait:
+    """Return the decision to wait on for lost nodes, up to the deadline that they have."""
+    until = None
+    if Rule.LOST_DEADLINE in rules and not _finds_hang(job):
+        waits = job.phase is Phase.NODE_LOST and job.next.at is not None
+        until = job.next.at if waits else now + job.policy.timeouts.ask_after
+    return Wait(Phase.NODE_LOST, reason, next=_explain_lost_next(job), until=until)
+
+
+def _finds_hang(job: JobState) -> bool:
+    """Return whether a gang that waits for a lost node is found by its hang. Where it is not, the
+    job can only ask a person."""
+    return may_leave_lost_behind(job) and job.policy.hang.after != "off"
 
 
 def _explain_lost_next(job: JobState) -> str:
@@ -402,10 +422,7 @@ def _describe_offer(job: JobState, more: tuple[str, ...]) -> str:
 
 
 def _decide_on_unreachable(job: JobState, event: NodeUnreachable, now: datetime) -> Decision:
-    # Where hang detection is on, it also finds a gang that waits for the lost node; otherwise the
-    # job can only ask a person.
-    found = may_leave_lost_behind(job) and job.policy.hang.after != "off"
-    until = None if found else now + job.policy.timeouts.ask_after
+    until = None if _finds_hang(job) else now + job.policy.timeouts.ask_after
     reason = f"{explain_unreachable(event)}; nothing is stopped"
     return Wait(Phase.NODE_LOST, reason, next=_explain_lost_next(job), until=until)
 

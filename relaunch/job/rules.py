@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from relaunch.job.events import Event, LaunchRefused
+from relaunch.job.events import Event, LaunchRefused, NodeReturned, StepReached
 from relaunch.job.state import JobState
 
 
@@ -17,6 +17,8 @@ class Rule(StrEnum):
 
     NODE_REFUSES = "a-node-refuses"
     """A node that refuses what has run before, or what other nodes accept, is at fault itself."""
+    LOST_DEADLINE = "keep-the-deadline-of-lost-nodes"
+    """A person is still asked about lost nodes when one of them has come back."""
 
 
 Rules = tuple[Rule, ...]
@@ -28,5 +30,7 @@ def list_affected(job: JobState, event: Event) -> Rules:
     match event:
         case LaunchRefused():
             return (Rule.NODE_REFUSES,)
+        case NodeReturned() | StepReached() if job.lost:
+            return (Rule.LOST_DEADLINE,)
         case _:
             return ()

@@ -38,7 +38,7 @@ def evaluate_event(
     """
     diagnosis = diagnose_event(job, event, rules)
     job = apply_event(job, event, diagnosis, now)
-    return job, decide(job, event, diagnosis, now)
+    return job, decide(job, event, diagnosis, now, rules)
 
 
 def diagnose_event(job: JobState, event: Event, rules: Rules = ALL_RULES) -> Diagnosis | None:

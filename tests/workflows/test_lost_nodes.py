@@ -217,6 +217,22 @@ async def test_a_single_lost_node_raises_a_question_until_it_returns(
         await job.result()
 
 
+@pytest.mark.long
+async def test_a_person_is_asked_about_the_node_that_stays_lost(make_rig: MakeRig) -> None:
+    async with make_rig(Script((RUNS,)), nodes=3, all_ended=False) as rig:
+        job = await rig.submit(policy({"ask_after": "3s"}), nodes=3, gang="independent")
+        await job.until_phase(Phase.RUNNING, 1)
+        for node in ("n2", "n3"):
+            rig.backend.cut(node)
+        state = await job.until(lambda s: s.lost_names in (("n2", "n3"), ("n3", "n2")), "lost")
+        assert state.phase is Phase.NODE_LOST
+        rig.backend.heal("n2")
+        await job.until(lambda s: s.lost_names == ("n3",), "one is back")
+        state = await job.until_phase(Phase.WAITING_FOR_PERSON)
+        assert "n3" in state.reason and "n2" not in state.reason
+        assert stopped(rig) == []
+
+
 async def test_a_node_that_a_person_declares_dead_is_replaced_at_once(make_rig: MakeRig) -> None:
     async with make_rig(Script((RUNS,)), spares=1, all_ended=False) as rig:
         job = await rig.submit(policy({"lease": "600s"}))
