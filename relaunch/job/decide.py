@@ -69,7 +69,7 @@ from relaunch.job.events import (
 )
 from relaunch.job.fencing import fences, may_leave_lost_behind
 from relaunch.job.ladder import ANSWERS, NAMED, climb
-from relaunch.job.rules import ALL_RULES, Rule, Rules
+from relaunch.job.rules import ALL_RULES, REPORTS, Rule, Rules
 from relaunch.job.state import (
     Ask,
     Certainty,
@@ -117,11 +117,38 @@ def decide(
         return _while_ending(job, event)
     if is_echo(job, event):
         return Ignore(f"{event.kind} is about generation {job.generation}, which is given up")
+    decision = _decide(job, event, diagnosis, now, rules)
+    if Rule.OPEN_QUESTION in rules and _leaves_question(job, event, decision):
+        return Ignore("the job waits for a person")
+    return decision
+
+
+def _leaves_question(job: JobState, event: Event, decision: Decision) -> bool:
+    """Return whether what happened to ranks or nodes leaves the open question as it is."""
+    asked = job.asked
+    if job.phase is not Phase.WAITING_FOR_PERSON or asked is None or not isinstance(event, REPORTS):
+        return False
+    if isinstance(event, NodeReturned) and not job.lost:
+        # The last of them: the ranks go on, or a fault is dealt with that had to wait for it.
+        return asked.waits and job.deferred_fault is not None
+    if isinstance(event, NodeReturned) and not asked.waits and asked.ladder is None:
+        # Without a node that answered, it could only ask; now it may find the hang itself.
+        return isinstance(decision, Wait | Ask) and not _finds_hang(job)
+    return asked.waits or isinstance(decision, Wait | Ask)
+
+
+def _decide(
+    job: JobState, event: Event, diagnosis: Diagnosis | None, now: datetime, rules: Rules
+) -> Decision:
     match event:
         case Submitted() | RetryRequested():
             return _decide_on_request(job, event)
         case WorkflowReset():
             return _decide_on_reset(job)
+        case NodesAcquired() | NodesMissing() if (
+            job.phase is Phase.WAITING_FOR_PERSON and Rule.LATE_GRANT in rules
+        ):
+            return Ignore("the job waits for a person")
         case NodesAcquired() if job.phase is Phase.LAUNCHING:
             return Ignore("the launch goes on, for the reason it was decided for")
         case NodesAcquired():

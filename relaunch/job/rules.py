@@ -8,8 +8,19 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from relaunch.job.events import Event, LaunchRefused, NodeReturned, StepReached
-from relaunch.job.state import JobState
+from relaunch.job.events import (
+    Event,
+    FaultObserved,
+    LaunchFailed,
+    LaunchRefused,
+    NodeReturned,
+    NodesAcquired,
+    NodesMissing,
+    NodeUnreachable,
+    RanksHung,
+    StepReached,
+)
+from relaunch.job.state import JobState, Phase
 
 
 class Rule(StrEnum):
@@ -19,18 +30,52 @@ class Rule(StrEnum):
     """A node that refuses what has run before, or what other nodes accept, is at fault itself."""
     LOST_DEADLINE = "keep-the-deadline-of-lost-nodes"
     """A person is still asked about lost nodes when one of them has come back."""
+    OPEN_QUESTION = "an-open-question-stays"
+    """What happens to ranks beside a lost node closes no question to a person that it would only
+    ask again, and nothing that a person has taken over."""
+    LATE_GRANT = "no-grant-after-a-question"
+    """Nodes that are granted when a person is asked start no launch."""
 
 
 Rules = tuple[Rule, ...]
 ALL_RULES: Rules = tuple(Rule)
 
 
+REPORTS = (
+    FaultObserved
+    | RanksHung
+    | NodeUnreachable
+    | NodeReturned
+    | StepReached
+    | LaunchFailed
+    | LaunchRefused
+)
+"""What ranks and nodes do, about one generation."""
+
+
+def is_open_question(job: JobState, event: Event) -> bool:
+    """Return whether an event reports what happened while the newest generation, of which a node is
+    lost, has its ranks left alone because a person is asked."""
+    return (
+        isinstance(event, REPORTS)
+        and event.generation == job.generation
+        and job.phase is Phase.WAITING_FOR_PERSON
+        and bool(job.lost)
+        and job.launched_at is not None
+    )
+
+
 def list_affected(job: JobState, event: Event) -> Rules:
     """Return the rules that may make a difference for an event, most often none."""
+    is_asked = job.phase is Phase.WAITING_FOR_PERSON
     match event:
         case LaunchRefused():
-            return (Rule.NODE_REFUSES,)
+            return (Rule.NODE_REFUSES, Rule.OPEN_QUESTION) if is_asked else (Rule.NODE_REFUSES,)
         case NodeReturned() | StepReached() if job.lost:
-            return (Rule.LOST_DEADLINE,)
+            return (Rule.LOST_DEADLINE, Rule.OPEN_QUESTION) if is_asked else (Rule.LOST_DEADLINE,)
+        case NodesAcquired() | NodesMissing() if is_asked:
+            return (Rule.LATE_GRANT,)
+        case FaultObserved() | RanksHung() | NodeUnreachable() | LaunchFailed() if is_asked:
+            return (Rule.OPEN_QUESTION,)
         case _:
             return ()

@@ -332,6 +332,62 @@ async def test_an_independent_gang_with_a_lost_node_is_not_moved(
 
 
 @pytest.mark.long
+async def test_a_job_that_was_taken_over_is_left_alone(make_rig: MakeRig) -> None:
+    """Its other node hangs, and then the lost one returns."""
+    script = Script(
+        (
+            Progress(generation=1, node="n1", steps=((0.0, 1), (0.1, 2))),
+            Progress(rate=20.0, hangs=True),
+        )
+    )
+    async with make_rig(script) as rig:
+        asks = policy({"ask_after": "500ms"}, hang={**HANG, "after": "3s"})
+        job = await rig.submit(asks, gang="independent")
+        await job.until_phase(Phase.RUNNING, 1)
+        rig.backend.cut("n2", "controller-in", "controller-out")
+        await job.until_phase(Phase.WAITING_FOR_PERSON)
+        await job.handle.execute_update("answer", {"decision": "take-over", "by": "carol"})
+        state = await job.until(lambda s: s.deferred_fault is not None, "a hang")
+        assert state.phase is Phase.WAITING_FOR_PERSON
+        assert state.asked is not None and state.asked.waits
+        rig.backend.heal("n2")
+        state = await job.until(lambda s: not s.lost, "n2 is back")
+        assert state.phase is Phase.WAITING_FOR_PERSON
+        assert (list(rig.launches()), stopped(rig)) == ([1], [])
+        await job.handle.execute_update("answer", {"decision": "approve", "by": "carol"})
+        await job.until_phase(Phase.RUNNING, 2)
+        await job.handle.signal("cancel")
+        await job.result()
+
+
+@pytest.mark.long
+async def test_a_take_over_ends_a_launch_that_waits_for_a_fence(make_rig: MakeRig) -> None:
+    steps = tuple((0.1 * number, number) for number in range(50))
+    script = Script((Progress(generation=1, steps=steps), RUNS))
+    async with make_rig(script, spares=1) as rig:
+        job = await rig.submit(policy(FENCING, hang={**HANG, "after": "3s"}), ranks=1)
+        await job.until(
+            lambda _: any(
+                call.command == "renew" and call.node == "n2" for call in rig.backend.calls
+            ),
+            "a renewal",
+        )
+        rig.backend.cut("n2")
+        await job.until_phase(Phase.LAUNCHING, 2)
+        await job.handle.execute_update("answer", {"decision": "take-over", "by": "carol"})
+        await job.until_idle()
+        state = await job.state()
+        assert state.phase is Phase.WAITING_FOR_PERSON and state.lost_names == ("n2",)
+        assert list(rig.launches()) == [1]
+        await job.handle.execute_update("answer", {"decision": "approve", "by": "carol"})
+        state = await job.until_phase(Phase.RUNNING, 3)
+        assert [slot.node for slot in state.slots] == ["n1", "n3"]
+        rig.backend.heal("n2")
+        await job.handle.signal("cancel")
+        await job.result()
+
+
+@pytest.mark.long
 async def test_a_node_that_takes_no_start_is_replaced_once_it_gave_up(
     make_rig: MakeRig,
 ) -> None:

@@ -103,6 +103,12 @@ class Actions:
         withdraws = returns or self._claims.is_waiting
         self._begin(CarriedAction("release", once=True, withdraws=withdraws))
 
+    def give_up_launch(self) -> None:
+        """End a launch that is under way although a person is asked, which is possible in jobs that
+        an older build has left so. It keeps the nodes granted for it."""
+        if self.is_under_way and self._action is not None and self._action.kind == "relaunch":
+            self.release(returns=False)
+
     @property
     def has_to_resume(self) -> bool:
         """Whether the run before this one left an action that nothing has replaced yet."""

@@ -63,7 +63,7 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.job.places import limit_places
     from relaunch.job.ranks import processes_of
     from relaunch.job.slow_nodes import MAX_OF_GENERATION, list_slow
-    from relaunch.job.state import Examine, Incident, JobState, Repair, Slot
+    from relaunch.job.state import Examine, Incident, JobState, Phase, Repair, Slot
     from relaunch.job.survivors import kills_survivors
     from relaunch.messages.ids import REPAIR_ID_PREFIX
     from relaunch.messages.jobs import NodeRepairInput, NodeRepairResult
@@ -270,7 +270,8 @@ async def watch(
             elsewhere=tuple(
                 lost.node for lost in job.lost if lost.is_elsewhere and lost.node in names
             ),
-            hang_known=job.deferred_fault is not None,
+            # A question stays open until it is answered, whatever stands still meanwhile.
+            hang_known=job.deferred_fault is not None or job.phase is Phase.WAITING_FOR_PERSON,
             # One shard reports it for all: each watch that did would end, and would have to be
             # replaced.
             report_at_step=job.report_at_step if nodes[0] == job.slots[0].node else None,

@@ -22,6 +22,8 @@ with workflow.unsafe.imports_passed_through():
 HINT_TIMEOUT_S = 1.0
 """Seconds that a watch gets to report a hinted change by itself: a probe takes a tenth of one."""
 REPLACE = "replace watches"
+RENEW_PATCH = "renew-watches-after-a-question"
+"""Recorded by jobs whose watches are replaced when a lost node has answered a question."""
 
 
 class Watches:
@@ -87,6 +89,12 @@ class Watches:
         tasks = self._session.tasks
         if others and drains_at_checkpoint(self._session.job) and not tasks.is_running(REPLACE):
             tasks.start(REPLACE, self._replace(others))
+
+    def renew(self, watches: list[asyncio.Task[None]]) -> None:
+        """Replace watches that began while a person was asked: they detect no hang."""
+        tasks, left = self._session.tasks, tuple(one for one in watches if one in self.running)
+        if left and not tasks.is_running(REPLACE) and workflow.patched(RENEW_PATCH):
+            tasks.start(REPLACE, self._replace(left))
 
     def probe_now(self, hint: HintMessage) -> None:
         """Have the watches probe now. A new watch does that first; the running one may be in

@@ -22,6 +22,7 @@ with workflow.unsafe.imports_passed_through():
         Event,
         IncidentsArchived,
         NodeDeclaredDead,
+        NodeReturned,
         NodesAcquired,
         NodesGranted,
         NodesOffered,
@@ -29,7 +30,7 @@ with workflow.unsafe.imports_passed_through():
         Submitted,
         WorkflowReset,
     )
-    from relaunch.job.rules import ALL_RULES, list_affected
+    from relaunch.job.rules import ALL_RULES, is_open_question, list_affected
     from relaunch.job.state import (
         Ask,
         Decision,
@@ -72,6 +73,8 @@ FOREIGN_PATCH = "check-foreign-processes"
 MEMO_PATCH = "restore-memo"
 """Marks histories of runs that 0.1.0 continued as new without the memo, in which it is published
 again."""
+ASK_PATCH = "ask-instead-of-launching"
+"""Marks histories in which a question ends a launch or repair that waits for a lost node."""
 MAX_INCIDENTS = 10
 """Closed incidents kept in the state; beyond that the older half is archived. A state must stay
 below 512 KiB."""
@@ -157,6 +160,7 @@ class TrainingJob(MessageHandlers):
         before = session.job
         waited_for = before.maybe_alive
         known = before.slow_nodes
+        watches = self._watches.running
         session.job, decision = self._step(event)
         record_changes(before, session.job)
         hand_over_incidents(session.job)
@@ -186,6 +190,12 @@ class TrainingJob(MessageHandlers):
                 self._claims.start_growth()
             case CheckpointSaved() | NodesSlow() if isinstance(decision, Ignore):
                 self._watches.start()  # the watch that saw it has ended
+            case _ if isinstance(decision, Ignore) and is_open_question(session.job, event):
+                self._watches.start()
+            case NodeReturned() if before.phase is Phase.WAITING_FOR_PERSON:
+                self._watches.renew(watches)
+            case NodesAcquired() if session.job.phase is Phase.WAITING_FOR_PERSON:
+                self._actions.give_up_launch()
         if len(session.job.incidents) > MAX_INCIDENTS and self._archiving is None:
             self._archiving = session.tasks.start("archive incidents", self._archive())
 
@@ -243,7 +253,10 @@ class TrainingJob(MessageHandlers):
             case Ask():
                 self._deadline.set(self._session.job.next.at)
                 self._claims.start_count()
-                if self._session.job.lost:
+                is_running = bool(self._session.job.lost)
+                if is_running and self._actions.is_under_way and workflow.patched(ASK_PATCH):
+                    is_running = False  # those ranks are being stopped for a launch or a repair
+                if is_running:
                     self._watches.start()  # a node that comes back answers the question by itself
                 else:
                     self._watches.stop()
