@@ -93,6 +93,7 @@ from relaunch.job.resumes import (
     identify_error,
     raise_failed_step,
 )
+from relaunch.job.rules import ALL_RULES, Rule, Rules
 from relaunch.job.slow_nodes import record_slow_nodes
 from relaunch.job.state import (
     Ask,
@@ -134,7 +135,11 @@ NAMED_VERDICTS = 4
 
 
 def apply_event(
-    job: JobState, event: Event, diagnosis: Diagnosis | None, now: datetime
+    job: JobState,
+    event: Event,
+    diagnosis: Diagnosis | None,
+    now: datetime,
+    rules: Rules = ALL_RULES,
 ) -> JobState:
     """Return the job's state with an event recorded, before anything is decided about it.
 
@@ -144,6 +149,7 @@ def apply_event(
         diagnosis: The root cause by the event's own evidence; None where the event is no fault, or
             comes too late to count (`is_late`).
         now: The time of the workflow.
+        rules: Those in force; fewer than all for histories from before a rule.
     """
     if isinstance(event, LaunchOrdered):
         # Recorded even if the job has decided something else since: the order may have
@@ -152,7 +158,7 @@ def apply_event(
     if is_late(job, event):
         after = _apply_late_event(job, event)
     else:
-        after = _apply_event(charge_before(job, event, now), event, diagnosis, now)
+        after = _apply_event(charge_before(job, event, now), event, diagnosis, now, rules)
         after = charge_after(job, after, event, now)
     if isinstance(event, Launched | LaunchFailed | LaunchRefused) and event.places:
         # Also for a launch that was given up: its orders may have been carried out.
@@ -168,7 +174,7 @@ def apply_event(
 
 
 def _apply_event(
-    job: JobState, event: Event, diagnosis: Diagnosis | None, now: datetime
+    job: JobState, event: Event, diagnosis: Diagnosis | None, now: datetime, rules: Rules
 ) -> JobState:
     match event:
         case NodesAcquired():
@@ -233,7 +239,11 @@ def _apply_event(
             job = _raise_reached(job, event.step)
             incident = replace(job.incident, stopped=event.at) if job.incident else None
             return replace(prove_stopped(job, event.nodes), incident=incident)
-        case DrainRequested() if event.node in {slot.node for slot in job.slots}:
+        case DrainRequested() if event.node in {slot.node for slot in job.slots} or (
+            # It may have been granted a moment ago. A grant drops the requests for other nodes.
+            job.phase in (Phase.QUEUED, Phase.LAUNCHING, Phase.WAITING_FOR_NODES)
+            and Rule.EARLY_DRAIN in rules
+        ):
             return _apply_drain_request(job, event)
         case DrainCancelled() if find_drain(job, event.node) is not None:
             job = replace(job, drains=tuple(one for one in job.drains if one.node != event.node))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from relaunch.job.events import (
+    DrainRequested,
     Event,
     FaultObserved,
     LaunchFailed,
@@ -35,6 +36,8 @@ class Rule(StrEnum):
     ask again, and nothing that a person has taken over."""
     LATE_GRANT = "no-grant-after-a-question"
     """Nodes that are granted when a person is asked start no launch."""
+    EARLY_DRAIN = "drain-of-a-granted-node"
+    """A request to leave a node counts before the job has taken the node in."""
 
 
 Rules = tuple[Rule, ...]
@@ -73,6 +76,8 @@ def list_affected(job: JobState, event: Event) -> Rules:
             return (Rule.NODE_REFUSES, Rule.OPEN_QUESTION) if is_asked else (Rule.NODE_REFUSES,)
         case NodeReturned() | StepReached() if job.lost:
             return (Rule.LOST_DEADLINE, Rule.OPEN_QUESTION) if is_asked else (Rule.LOST_DEADLINE,)
+        case DrainRequested():
+            return (Rule.EARLY_DRAIN,)
         case NodesAcquired() | NodesMissing() if is_asked:
             return (Rule.LATE_GRANT,)
         case FaultObserved() | RanksHung() | NodeUnreachable() | LaunchFailed() if is_asked:

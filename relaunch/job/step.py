@@ -37,7 +37,7 @@ def evaluate_event(
     For a replay, in which the recorded decision may take the place of this one.
     """
     diagnosis = diagnose_event(job, event, rules)
-    job = apply_event(job, event, diagnosis, now)
+    job = apply_event(job, event, diagnosis, now, rules)
     return job, decide(job, event, diagnosis, now, rules)
 
 

@@ -14,6 +14,7 @@ import relaunch.job.fencing
 from relaunch.job.fencing import fence_wait
 from relaunch.job.state import Phase
 from tests.fakes.nodes import Cut, Exit, Progress, Script
+from tests.workflows.claimants import until_fleet
 from tests.workflows.conftest import MakeRig
 from tests.workflows.rig import Rig, policy
 
@@ -382,6 +383,36 @@ async def test_a_take_over_ends_a_launch_that_waits_for_a_fence(make_rig: MakeRi
         await job.handle.execute_update("answer", {"decision": "approve", "by": "carol"})
         state = await job.until_phase(Phase.RUNNING, 3)
         assert [slot.node for slot in state.slots] == ["n1", "n3"]
+        rig.backend.heal("n2")
+        await job.handle.signal("cancel")
+        await job.result()
+
+
+@pytest.mark.long
+async def test_a_drain_reaches_a_job_whose_launch_waits_for_a_fence(make_rig: MakeRig) -> None:
+    steps = tuple((0.1 * number, number) for number in range(50))
+    name = f"f-{uuid.uuid4().hex[:8]}"
+    async with make_rig(
+        Script((Progress(generation=1, steps=steps), RUNS)), spares=1, name=name
+    ) as rig:
+        job = await rig.submit(policy(FENCING, hang={**HANG, "after": "3s"}), ranks=1)
+        await job.until(
+            lambda _: any(
+                call.command == "renew" and call.node == "n2" for call in rig.backend.calls
+            ),
+            "a renewal",
+        )
+        rig.backend.cut("n2")
+        await until_fleet(
+            rig,
+            lambda state: any(place.node == "n3" for one in state.claims for place in one.places),
+            "n3 granted",
+        )
+        drain = {"node": "n3", "reason": "swap its PSU", "by": "carol", "drain": True}
+        await rig.fleet.signal("quarantine", {**drain, "within": "2h"})
+        state = await job.until_phase(Phase.RUNNING, 2)
+        assert [slot.node for slot in state.slots] == ["n1", "n3"]
+        assert [one.node for one in state.drains] == ["n3"]
         rig.backend.heal("n2")
         await job.handle.signal("cancel")
         await job.result()
