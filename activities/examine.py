@@ -28,6 +28,7 @@ from relaunch.backends.base import (
     identity,
 )
 from relaunch.evidence.catalog import catalog
+from relaunch.evidence.findings import Verdict
 from relaunch.evidence.health import Health, read_health
 from relaunch.job.state import ExaminedNode, ForeignUse, Slot
 from relaunch.messages.nodes import ExamineNodesInput, FindForeignInput, NodeHealth
@@ -325,7 +326,10 @@ def _seconds(span: timedelta | None) -> float | None:
 
 
 async def _examine(backend: Backend, node: str, input: ExamineNodesInput) -> Health:
-    expected = backend.node(node).gpus
+    try:
+        expected = backend.node(node).gpus
+    except KeyError:
+        return Health(Verdict.UNKNOWN, "it is in the fleet file no more")
     ends = datetime.now(UTC) + input.within
     facts, unread = await _probe(backend, node, input.kernel_since)
     diag: dict[str, Any] | None = None

@@ -110,6 +110,9 @@ async def stop_everywhere(backend: Backend, input: StopRanksInput) -> StopRanksO
         try:
             while True:
                 news.clear()
+                for task in tasks.values():
+                    if task.done():
+                        task.result()  # an error that is no answer fails the attempt
                 waiting = tuple(node for node in input.nodes if node not in stopped_at)
                 safe, now = find_safe_time(), read_boot_clock()
                 fenced = waiting if safe is not None and now >= safe else ()

@@ -82,6 +82,20 @@ class SteppedClock(datetime):
         return datetime.now(tz) + cls.step
 
 
+async def test_an_error_that_is_no_answer_ends_the_attempt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was lost, and the stop waited for that node for ever."""
+    fleet = stand(nodes=2)
+
+    async def fail(node: str, *_: object) -> None:
+        raise KeyError(node)
+
+    monkeypatch.setattr(fleet.backend, "stop", fail)
+    with pytest.raises(KeyError):
+        await stop(fleet, order(fleet, "n1", "n2"))
+
+
 async def test_the_wait_for_a_silent_node_starts_at_the_last_stop() -> None:
     fleet = stand(nodes=3, timeouts=SHORT)
     await fleet.launch()

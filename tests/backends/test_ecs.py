@@ -516,6 +516,18 @@ async def test_a_machine_without_container_instance_is_unreachable(
     await backend.close()
 
 
+async def test_a_node_that_left_the_fleet_file_is_unreachable(make: Callable[..., Site]) -> None:
+    site = make()
+    for call in (
+        site.backend.prepare("n9", prepare_order(site.token())),
+        site.backend.list("n9"),
+        site.backend.stop("n9", stop_order(site.token())),
+        site.backend.probe("n9", 1.0, None),
+    ):
+        with pytest.raises(Unreachable, match="it is in the fleet file no more"):
+            await call
+
+
 async def test_a_fleet_that_names_no_cluster_has_no_backend(make: Callable[..., Site]) -> None:
     with pytest.raises(ValueError, match=r"fleet ecs: ecs\.cluster is missing"):
         EcsBackend(make().spec, EcsOptions())

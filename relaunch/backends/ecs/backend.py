@@ -352,6 +352,13 @@ class EcsBackend:
         await self.aws.close()
 
     def _ec2_id(self, node: str) -> str:
+        """Return the instance of a node.
+
+        Raises:
+            Unreachable: The fleet file does not name the node.
+        """
+        if node not in self._nodes:
+            raise Unreachable(node, "it is in the fleet file no more")
         return self._nodes[node].address
 
 
