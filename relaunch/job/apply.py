@@ -685,7 +685,8 @@ def resubmit(
 ) -> JobState:
     """Return the state of a new submission of a closed job.
 
-    History, budgets (unless renewed) and avoided nodes are kept; the tokens are new.
+    History, budgets (unless renewed) and avoided nodes are kept; the tokens are new. Slow nodes are
+    forgotten.
     """
     known = {avoided.node for avoided in previous.avoided}
     job = replace(
@@ -718,6 +719,8 @@ def resubmit(
         launched_at=None,
         incident=None,
         failed_resume=None,
+        # Named by generation, whose numbers begin again.
+        slow_nodes=(),
         has_run=False,
         exit_code=None,
         ending=None,

@@ -14,7 +14,8 @@ from relaunch.evidence.stragglers import (
     describe_slow_node,
     find_slow_nodes,
 )
-from relaunch.job.events import DeadlinePassed, NodesExamined, NodesSlow
+from relaunch.job.apply import finish, resubmit
+from relaunch.job.events import CancelRequested, DeadlinePassed, NodesExamined, NodesSlow
 from relaunch.job.slow_nodes import (
     KEPT,
     MAX_EXAMINATIONS,
@@ -203,6 +204,13 @@ def test_examinations_of_slow_nodes_are_few() -> None:
         assert isinstance(decision, Ignore) and again.phase is Phase.RUNNING
     _, decision = step(now, slow(now, "n4"), at(9000))
     assert isinstance(decision, Ignore)
+
+
+def test_the_next_submission_knows_no_slow_node() -> None:
+    before, _ = step(job("examine"), slow(job(), "n2"), at(5))
+    ended, _ = step(before, CancelRequested("", "ada"), at(6))
+    assert [one.examined for one in ended.slow_nodes] == [True]
+    assert resubmit(finish(ended, at(7)), 2000, "ada", at(8), False, ()).slow_nodes == ()
 
 
 def test_no_node_is_examined_for_that_beside_another_fault() -> None:

@@ -67,3 +67,17 @@ async def test_a_slow_node_is_replaced_by_verdict_or_policy(
     assert incident.code == SLOW_NODE
     assert [one.decision for one in incident.decisions][:2] == ["Examine", "Relaunch"]
     assert [one.node for one in result.state.avoided] == (["n2"] if is_sick else [])
+
+
+@pytest.mark.long
+async def test_a_new_submission_reports_a_slow_node_again(make_rig: MakeRig) -> None:
+    async with make_rig(Script(SLOW), nodes=3) as rig:
+        name, start = f"job-{uuid.uuid4().hex[:8]}", {}
+        for count in (1, 2):
+            job = await rig.submit(rules("report"), nodes=3, name=name, start=start)
+            state = await job.until(lambda one: bool(one.slow_nodes), "reported")
+            assert [one.slow.node for one in state.slow_nodes] == ["n2"]
+            await job.until_idle()
+            assert len(rig.backend.told) == count
+            await job.handle.signal("cancel")
+            start = {"previous": (await job.result()).state}

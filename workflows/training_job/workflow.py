@@ -75,6 +75,8 @@ MEMO_PATCH = "restore-memo"
 again."""
 ASK_PATCH = "ask-instead-of-launching"
 """Marks histories in which a question ends a launch or repair that waits for a lost node."""
+SLOW_PATCH = "forget-slow-nodes"
+"""Marks histories of submissions that do not begin with the slow nodes of the one before."""
 MAX_INCIDENTS = 10
 """Closed incidents kept in the state; beyond that the older half is archived. A state must stay
 below 512 KiB."""
@@ -407,6 +409,8 @@ def _first_state(start: TrainingJobInput) -> JobState:
         start.renew_budgets,
         start.avoid_nodes,
     )
+    if (slow := start.previous.slow_nodes) and not workflow.patched(SLOW_PATCH):
+        job = replace(job, slow_nodes=slow)
     return replace(job, spec=start.spec, policy=start.policy)
 
 
