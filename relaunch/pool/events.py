@@ -24,7 +24,14 @@ from relaunch.pool.messages import (
     Permit,
     PermitRequest,
 )
-from relaunch.pool.state import Breaker, ClaimRecord, FleetState, NodeProbe, NodeRecord
+from relaunch.pool.state import (
+    Breaker,
+    ClaimRecord,
+    FleetState,
+    NodeProbe,
+    NodeRecord,
+    RemovedNode,
+)
 from relaunch.spec.access import Access
 from relaunch.spec.fleet import FleetLimits, FleetNode
 from relaunch.spec.policy import Strategy
@@ -63,6 +70,8 @@ class PreviousRun:
     """Why some or all of it can no longer be read; empty if nothing is lost."""
     logins: dict[str, str] = field(default_factory=dict)
     """The login of each node that jobs held: the fleet file may have changed since."""
+    removed: tuple[RemovedNode, ...] = ()
+    """Nodes that the file named no more."""
     kind: Literal["PreviousRun"] = "PreviousRun"
 
 

@@ -25,7 +25,14 @@ from relaunch.pool.events import (
     RepairStart,
 )
 from relaunch.pool.messages import DrainRequest, Healing
-from relaunch.pool.state import FleetState, LiveGeneration, NodeProbe, NodeRecord, NodeStatus
+from relaunch.pool.state import (
+    FleetState,
+    LiveGeneration,
+    NodeProbe,
+    NodeRecord,
+    NodeStatus,
+    RemovedNode,
+)
 from relaunch.pool.status import put_in_service, quarantine, set_status
 from relaunch.text import count_noun, format_time
 
@@ -41,6 +48,10 @@ MAX_NOTICES = 50
 MAX_HEALED = 9
 """Repairs that healed a node, kept of it: a reset of each of eight GPUs, and a reboot."""
 MAX_MOVES_NAMED = 4
+REMOVED_LIFETIME = timedelta(days=30)
+MAX_REMOVED, MAX_REMOVED_MARKS = 500, 3
+"""Nodes that left the file and are known if they return, and marks kept of each: the state of a
+fleet is one payload."""
 
 
 def add_notice(state: FleetState, notice: str, now: datetime) -> FleetState:
@@ -78,7 +89,11 @@ def apply_fleet_file(state: FleetState, fact: FleetFileContent, now: datetime) -
             f"it keeps its {count_noun(len(state.nodes), 'node')}",
             now,
         )
-    known = {node.name: node for node in state.nodes}
+    removed = [one for one in state.removed if now - one.at < REMOVED_LIFETIME]
+    gone = {one.record.name: one.record for one in removed}
+    present = {node.name: node for node in state.nodes}
+    known = {**gone, **present}
+    returned = []
     nodes = []
     for spec in fact.nodes:
         record = known.pop(spec.name, None) or NodeRecord(spec)
@@ -89,11 +104,15 @@ def apply_fleet_file(state: FleetState, fact: FleetFileContent, now: datetime) -
         )
         if record.status is NodeStatus.QUARANTINED and record.by == FLEET_FILE:
             record = _return_to_file(record, now)
+        if spec.name in gone and record.status is not NodeStatus.IN_SERVICE:
+            returned.append(record)
         nodes.append(record)
     # A node that has left the file while a job is on it is kept until it is free: see
     # `forget_removed_nodes`.
-    nodes += [_remove_from_file(record, now) for record in known.values()]
-    for notice in _describe_moves(state, fact):
+    nodes += [_remove_from_file(known[name], now) for name in present if name in known]
+    named = {node.name for node in nodes}
+    removed = [one for one in removed if one.record.name not in named]
+    for notice in (*_describe_moves(state, fact), *_describe_returns(returned)):
         state = add_notice(state, notice, now)
     logins = {node.name: node.spec.login for node in state.nodes}
     state = replace(
@@ -103,6 +122,7 @@ def apply_fleet_file(state: FleetState, fact: FleetFileContent, now: datetime) -
         nodes=tuple(nodes),
         is_file_read=True,
         access=fact.access,
+        removed=tuple(removed),
     )
     return record_moves(state, logins)
 
@@ -127,6 +147,23 @@ def _describe_moves(state: FleetState, fact: FleetFileContent) -> list[str]:
     return found[:MAX_MOVES_NAMED] + (more if len(found) > MAX_MOVES_NAMED else [])
 
 
+def _describe_returns(returned: Sequence[NodeRecord]) -> list[str]:
+    """Return notices of nodes that are in the file again and out of service as before."""
+    found = [
+        f"{record.name} is in the fleet file again and {record.status}, as before: "
+        f"{record.by}{f' at {format_time(record.since)}' if record.since else ''}: {record.reason}"
+        for record in returned
+    ]
+    more = [f"and {len(found) - MAX_MOVES_NAMED} more nodes are out of service as before"]
+    return found[:MAX_MOVES_NAMED] + (more if len(found) > MAX_MOVES_NAMED else [])
+
+
+def returns_known(state: FleetState, fact: FleetFileContent) -> bool:
+    """Return whether the file names a node again of which something is known from before."""
+    gone = {one.record.name for one in state.removed}
+    return bool(gone) and any(spec.name in gone for spec in fact.nodes)
+
+
 def _remove_from_file(record: NodeRecord, now: datetime) -> NodeRecord:
     if record.status in (NodeStatus.REPAIRING, NodeStatus.QUARANTINED):
         return replace(record, is_removed=True)
@@ -141,16 +178,50 @@ def _return_to_file(record: NodeRecord, now: datetime) -> NodeRecord:
     return put_in_service(record, now, end)
 
 
-def forget_removed_nodes(state: FleetState, notable: Sequence[NodeRecord]) -> FleetState:
+def forget_removed_nodes(
+    state: FleetState, now: datetime, notable: Sequence[NodeRecord]
+) -> FleetState:
     """Remove the nodes that the file no longer names, once no job has them and no repair runs on
-    them."""
+    them. Quarantines and what speaks against them is kept for a while."""
     if not any(node.is_removed for node in notable):
         return state
     held = {place.node for record in state.claims for place in record.places}
     nodes = tuple(
         node for node in state.nodes if not node.is_removed or node.repair or node.name in held
     )
-    return replace(state, nodes=nodes) if len(nodes) < len(state.nodes) else state
+    if len(nodes) == len(state.nodes):
+        return state
+    left = {node.name for node in nodes}
+    forgotten = [node for node in state.nodes if node.name not in left]
+    return keep_removed(replace(state, nodes=nodes), forgotten, now)
+
+
+def keep_removed(state: FleetState, forgotten: Sequence[NodeRecord], now: datetime) -> FleetState:
+    """Keep what is to be known of nodes if they return to the file."""
+    kept = [
+        RemovedNode(record, now)
+        for record in map(_strip_record, forgotten)
+        if record.by not in ("", FLEET_FILE) or record.marks or record.healed or record.power_cycles
+    ]
+    names = {one.record.name for one in kept}
+    older = (one for one in state.removed if one.record.name not in names)
+    return replace(state, removed=(*older, *kept)[-MAX_REMOVED:])
+
+
+def _strip_record(record: NodeRecord) -> NodeRecord:
+    counted = tuple(mark for mark in record.marks if not mark.retracted)
+    return NodeRecord(
+        record.spec,
+        record.status,
+        reason=record.reason,
+        by=record.by,
+        since=record.since,
+        marks=counted[-MAX_REMOVED_MARKS:],
+        healed=record.healed,
+        power_cycles=record.power_cycles,
+        cleared_at=record.cleared_at,
+        released_at=record.released_at,
+    )
 
 
 # --- status
@@ -445,6 +516,13 @@ def quarantine_node(state: FleetState, fact: QuarantineCommand, now: datetime) -
 def release_node(state: FleetState, fact: ReleaseCommand, now: datetime) -> FleetState:
     by, reason = text(fact.by, 80) or "a person", text(fact.reason) or "no reason given"
     record = find_node(state, fact.node)
+    if record is None and any(one.record.name == fact.node for one in state.removed):
+        removed = tuple(one for one in state.removed if one.record.name != fact.node)
+        return add_notice(
+            replace(state, removed=removed),
+            f"{by} released {fact.node}, which is not in the file of fleet {state.name}: {reason}",
+            now,
+        )
     if record is None or record.is_removed:
         return add_notice(
             state,

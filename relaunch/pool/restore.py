@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 
 from relaunch.pool.claims import export_claims, record_moves, restore_claims
 from relaunch.pool.events import PreviousRun
-from relaunch.pool.nodes import FLEET_FILE, MAX_HEALED, add_notice, is_out
+from relaunch.pool.nodes import FLEET_FILE, MAX_HEALED, add_notice, is_out, keep_removed
 from relaunch.pool.state import Breaker, FleetState, Mark, NodeRecord, NodeStatus
 from relaunch.pool.status import MAX_PAST
 from relaunch.text import count_noun
@@ -38,7 +38,9 @@ def export_state(*runs: FleetState) -> PreviousRun:
     records = (_export_node(node) for node in state.nodes if node.by != FLEET_FILE)
     nodes = tuple(record for record in records if record != NodeRecord(record.spec))
     logins = {node.name: node.spec.login for node in state.nodes if node.name in held}
-    return PreviousRun(nodes, export_claims(state.claims), state.breaker, logins=logins)
+    return PreviousRun(
+        nodes, export_claims(state.claims), state.breaker, logins=logins, removed=state.removed
+    )
 
 
 def _export_node(record: NodeRecord) -> NodeRecord:
@@ -106,6 +108,9 @@ def restore_state(state: FleetState, fact: PreviousRun, now: datetime) -> FleetS
         return state
     is_news = fact.lost != state.restore_error
     state = replace(_take_over(state, fact), restore_error=fact.lost)
+    present = {record.name for record in state.nodes}
+    gone = [record for record in fact.nodes if record.name not in present]
+    state = keep_removed(state, gone, now) if gone else state
     if fact.lost and is_news:
         state = add_notice(
             state,
@@ -132,11 +137,20 @@ def restore_state(state: FleetState, fact: PreviousRun, now: datetime) -> FleetS
 
 
 def _take_over(state: FleetState, fact: PreviousRun) -> FleetState:
-    known = {record.name: record for record in fact.nodes}
+    known = {
+        **{one.record.name: one.record for one in fact.removed if one.record.by != FLEET_FILE},
+        **{record.name: record for record in fact.nodes},
+    }
+    here = {record.name for record in (*state.nodes, *(one.record for one in state.removed))}
+    removed = (*(one for one in fact.removed if one.record.name not in here), *state.removed)
     nodes = tuple(_restore_node(node, known.get(node.name)) for node in state.nodes)
     state = record_moves(restore_claims(state, fact.claims), fact.logins)
     return replace(
-        state, nodes=nodes, breaker=_restore_breaker(state.breaker, fact.breaker), is_restored=True
+        state,
+        nodes=nodes,
+        breaker=_restore_breaker(state.breaker, fact.breaker),
+        is_restored=True,
+        removed=removed,
     )
 
 

@@ -202,7 +202,7 @@ class Scheduler:
         state = restore.give_up_restoring(state, now)
         state = nodes.give_up_overdue_repairs(state, now, notable())
         # Nodes go that no job and no repair needs any more, so that they count nowhere below.
-        state = nodes.forget_removed_nodes(state, notable())
+        state = nodes.forget_removed_nodes(state, now, notable())
         # Before every node was probed it is unknown which ranks live where: nothing is granted.
         state = _note_first_probes(state)
 

@@ -367,6 +367,15 @@ class OfferRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class RemovedNode:
+    """What a fleet knows of a node that the fleet file names no more, in case it returns."""
+
+    record: NodeRecord
+    at: datetime
+    """When the fleet forgot the rest."""
+
+
+@dataclass(frozen=True, slots=True)
 class FleetState:
     name: str
     repairs: Literal["act", "ask", "observe"] = "ask"
@@ -421,5 +430,8 @@ class FleetState:
     """The last offer to each job."""
     access: Access | None = None
     """Who may do what, by the fleet file; None: everyone may do everything."""
+    removed: tuple[RemovedNode, ...] = ()
+    """Nodes that the file names no more and of which something is to be known if they return; the
+    last removed is the last."""
     used_proofs: tuple[UsedProof, ...] = ()
     """Signatures of orders that were accepted a short time ago."""

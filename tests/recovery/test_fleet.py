@@ -34,6 +34,7 @@ from relaunch.pool.events import (
     RunningJobs,
 )
 from relaunch.pool.messages import Claim, DrainRequest, FaultReport, Grant, Healing, Place
+from relaunch.pool.nodes import MAX_REMOVED
 from relaunch.pool.restore import export_state
 from relaunch.pool.scheduler import apply_event
 from relaunch.pool.state import LiveGeneration, NodeProbe, NodeStatus, PastReason
@@ -868,6 +869,51 @@ def test_a_node_that_comes_back_into_the_file_is_what_it_was(snapshot: SnapshotA
         NodeStatus.SUSPECT,
         "failed on n2",
     )
+
+
+def test_a_quarantined_node_returns_to_the_file_quarantined(
+    snapshot: SnapshotAssertion,
+) -> None:
+    desk = Desk()
+    desk.go(QuarantineCommand("n1", "swap its PSU", "carol"))
+    desk.claim("a", 0, suspects=(suspect("n2", isolate=True),))
+    desk.go(ended("n2", "failed", verdict=Verdict.UNHEALTHY))
+    away = FleetFileContent("act", nodes("n3"), desk.limits)
+    desk.go(away)
+    assert [node.name for node in desk.state.nodes] == ["n3"]
+    desk.now += timedelta(days=3)
+    before = len(desk.state.notices)
+    desk.go(FleetFileContent("act", desk.specs, desk.limits))
+    assert [(node.name, str(node.status), node.by) for node in desk.state.nodes] == [
+        ("n1", "quarantined", "carol"),
+        ("n2", "quarantined", "relaunch"),
+        ("n3", "in service", ""),
+        ("n4", "in service", ""),
+    ]
+    assert desk.state.notices[before:] == snapshot
+    assert not desk.state.removed
+    desk.go(away, ReleaseCommand("n1", "swapped", "carol"))
+    desk.now += timedelta(days=31)
+    desk.go(FleetFileContent("act", desk.specs, desk.limits))
+    assert {node.status for node in desk.state.nodes} == {NodeStatus.IN_SERVICE}, "30 days are over"
+
+
+def test_a_release_reaches_a_node_that_is_not_in_the_file() -> None:
+    desk = Desk()
+    desk.go(QuarantineCommand("n1", "swap its PSU", "carol"))
+    desk.go(FleetFileContent("act", nodes("n3"), desk.limits))
+    desk.go(ReleaseCommand("n1", "swapped", "carol"))
+    desk.go(FleetFileContent("act", desk.specs, desk.limits))
+    assert desk.node("n1").status is NodeStatus.IN_SERVICE
+
+
+def test_only_so_many_removed_nodes_are_known() -> None:
+    desk = Desk(*nodes(*(f"n{number}" for number in range(MAX_REMOVED + 2))))
+    desk.learn(*(QuarantineCommand(one.name, "dust", "carol") for one in desk.specs[1:]))
+    desk.go(FleetFileContent("act", desk.specs[:1], desk.limits))
+    assert [one.record.name for one in desk.state.removed] == [
+        one.name for one in desk.specs[2:]
+    ], "the first is forgotten"
 
 
 def test_a_file_that_names_no_node_takes_none_away(snapshot: SnapshotAssertion) -> None:

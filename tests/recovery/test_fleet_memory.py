@@ -32,6 +32,7 @@ from relaunch.pool.messages import Claim, Place
 from relaunch.pool.restore import export_state
 from relaunch.pool.scheduler import apply_event
 from relaunch.pool.state import Breaker, LiveGeneration, NodeRecord, NodeStatus
+from relaunch.spec.fleet import FleetLimits
 from tests.recovery.fleet_builders import T0, Desk, began, ended, nodes, permit, suspect
 
 GRACE = QuarantineCommand("n1", "a fan", "grace", timedelta(minutes=30))
@@ -58,6 +59,19 @@ def standings(desk: Desk) -> dict[str, NodeStatus]:
         for node in desk.state.nodes
         if node.status is not NodeStatus.IN_SERVICE
     }
+
+
+@pytest.mark.parametrize("leaves", ["while it runs", "while it is away"])
+def test_a_restarted_fleet_knows_quarantined_nodes_that_return(leaves: str) -> None:
+    away = FleetFileContent("act", nodes("n2", "n3"), FleetLimits())
+    known = before(GRACE, away) if leaves == "while it runs" else before(GRACE)
+    desk = Desk(begun=False)
+    desk.go(away, RunningJobs(()), known)
+    assert [node.name for node in desk.state.nodes] == ["n2", "n3"]
+    desk.go(FleetFileContent("act", desk.specs, desk.limits))
+    assert standings(desk) == {"n1": NodeStatus.QUARANTINED}
+    # Where it is back before the fleet is:
+    assert standings(restart(known)) == {"n1": NodeStatus.QUARANTINED}
 
 
 def test_nodes_stay_out_with_reasons_and_drains_are_asked_again(

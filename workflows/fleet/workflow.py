@@ -60,7 +60,7 @@ with workflow.unsafe.imports_passed_through():
         RunningJobs,
     )
     from relaunch.pool.messages import Claim
-    from relaunch.pool.nodes import SWEEP_INTERVAL, find_node, is_released_since
+    from relaunch.pool.nodes import SWEEP_INTERVAL, find_node, is_released_since, returns_known
     from relaunch.pool.restore import is_restoring
     from relaunch.pool.scheduler import PROBE, WATCH, Scheduler, apply_event
     from relaunch.pool.state import FleetState, NodeStatus
@@ -171,6 +171,12 @@ class Fleet:
             ):
                 self._early.append(fact)
                 continue
+            if (
+                isinstance(fact, FleetFileContent)
+                and returns_known(self._state, fact)
+                and not workflow.patched("removed-nodes")
+            ):
+                self._state = replace(self._state, removed=())
             before, self._state = self._state, apply_event(self._state, fact, workflow.now())
             if isinstance(fact, ReleaseCommand):
                 self._withdraw_repair(before, fact.node)
