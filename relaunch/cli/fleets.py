@@ -512,10 +512,12 @@ async def pause(client: Client, task_queue: str, fleet: str, reason: str) -> Ans
 
 
 async def resume(client: Client, task_queue: str, fleet: str, reason: str) -> Answer:
-    def is_shown(state: FleetState) -> bool:
-        return not state.breaker.is_open and not state.breaker.paused
-
     before = await read(client, task_queue, fleet)
+
+    def is_shown(state: FleetState) -> bool:
+        # A pause stays where the breaker was open.
+        return not state.breaker.is_open and (before.breaker.is_open or not state.breaker.paused)
+
     return await _send_signal(
         client, before, "resume", {"reason": reason, "by": whoami()}, is_shown
     )

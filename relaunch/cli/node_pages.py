@@ -54,9 +54,10 @@ def fleet_notes(state: FleetState, now: datetime) -> list[str]:
             f"or repaired: {breaker.reason}; to close it: {resume}"
         )
     if breaker.paused:
+        how = "the same command again" if breaker.is_open else resume
         notes.append(
             f"repairs are paused{format_since(breaker.paused_since, now)} by {breaker.paused}; to "
-            f"resume: {resume}"
+            f"resume: {how}"
         )
     if state.awaited_jobs:
         notes.append(
@@ -390,6 +391,17 @@ def describe_release(fleet: FleetState, node: str) -> str:
         else ""
     )
     return f"node {node} is in service: jobs can get it{but}"
+
+
+def describe_resume(fleet: FleetState) -> str:
+    breaker = fleet.breaker
+    if not breaker.paused:
+        return f"fleet {fleet.name} gives nodes to jobs and repairs them again"
+    since = f" since {format_time(breaker.paused_since)}" if breaker.paused_since else ""
+    return (
+        f"fleet {fleet.name} gives nodes to jobs again; repairs stay paused{since} by "
+        f"{breaker.paused}; to end that, too, run this again"
+    )
 
 
 def describe_removed_nodes(fleet: FleetState) -> list[str]:

@@ -162,12 +162,12 @@ def nodes_pause(reason: RequiredReason, fleet: Fleet = "default") -> None:
 
 @nodes_app.command("resume")
 def nodes_resume(reason: RequiredReason, fleet: Fleet = "default") -> None:
-    """End a pause and close the breaker of a fleet. Repairs that asked meanwhile are refused; those
-    still needed ask again."""
-    from relaunch.cli import fleets
+    """Close the breaker of a fleet or, where it is closed, end a pause. Repairs that asked
+    meanwhile are refused; those still needed ask again."""
+    from relaunch.cli import fleets, node_pages
 
     answer = run_with_client(lambda client, s: fleets.resume(client, s.task_queue, fleet, reason))
-    finish(answer, fleet, lambda: f"fleet {fleet} gives nodes to jobs and repairs them again")
+    finish(answer, fleet, lambda: node_pages.describe_resume(answer.fleet))
 
 
 @nodes_app.command("apply")

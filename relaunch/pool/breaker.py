@@ -181,15 +181,34 @@ def pause_repairs(state: FleetState, fact: PauseCommand, now: datetime) -> Fleet
 
 
 def resume_repairs(state: FleetState, fact: ResumeCommand, now: datetime) -> FleetState:
+    """Close the breaker, and keep a pause: who paused repairs had another reason. Where the breaker
+    is closed, end the pause."""
     by, reason = text(fact.by, 80) or "a person", text(fact.reason) or "no reason given"
+    before = state.breaker
+    keeps_pause = is_doubly_stopped(state) and not fact.ends_both
+    done = "closed the breaker" if keeps_pause else "resumed repairs"
     for request in state.requests:
         at = format_time(request.asked_at)
-        resumed = format_time(now)
-        said = f"it was asked at {at}, before {by} resumed repairs at {resumed}; ask again"
+        said = f"it was asked at {at}, before {by} {done} at {format_time(now)}; ask again"
         state = _give_answer(state, request, False, said, stale=True)
     out = sum(is_out(node) and not node.is_removed for node in state.nodes)
-    state = replace(state, breaker=Breaker(resumed_at=now), reboots=(), out_when_resumed=out)
-    return add_notice(state, f"{by} resumed repairs: {reason}", now)
+    after = Breaker(resumed_at=now)
+    pause = ""
+    if before.paused:
+        since = f" since {format_time(before.paused_since)}" if before.paused_since else ""
+        pause = f"paused{since} by {before.paused}"
+    if keeps_pause:
+        after = replace(after, paused=before.paused, paused_since=before.paused_since)
+        done += f" (repairs stay {pause})"
+    elif pause:
+        done += f" ({pause})"
+    state = replace(state, breaker=after, reboots=(), out_when_resumed=out)
+    return add_notice(state, f"{by} {done}: {reason}", now)
+
+
+def is_doubly_stopped(state: FleetState) -> bool:
+    """Return whether the breaker is open while a person has paused repairs."""
+    return state.breaker.is_open and bool(state.breaker.paused)
 
 
 def _give_answer(

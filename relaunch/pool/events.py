@@ -193,11 +193,13 @@ class PauseCommand:
 
 @dataclass(frozen=True, slots=True)
 class ResumeCommand:
-    """A person ends a pause and closes the breaker. Pending permit requests are refused, because
-    they were decided on older facts."""
+    """A person closes the breaker or, where it is closed, ends a pause. Pending permit requests are
+    refused, because they were decided on older facts."""
 
     reason: str
     by: str
+    ends_both: bool = False
+    """End the pause with the breaker, as release 0.1.0 did: only in the replay of its histories."""
     kind: Literal["ResumeCommand"] = "ResumeCommand"
     signed: SignedText | None = None
 

@@ -127,6 +127,27 @@ def test_a_pause_stops_repairs_and_permits_and_nothing_else(snapshot: SnapshotAs
     assert [notice.split(": ", 1)[1] for notice in desk.state.notices] == snapshot
 
 
+@pytest.mark.parametrize("ends_both", [False, True], ids=["now", "as release 0.1.0"])
+def test_closing_the_breaker_keeps_a_colleagues_pause(
+    ends_both: bool, snapshot: SnapshotAssertion
+) -> None:
+    desk = Desk(nodes_out=1)
+    desk.go(PauseCommand("cooling maintenance until noon", "carol"))
+    fail(desk, "n3", "n4")
+    assert desk.state.breaker.is_open
+    desk.now += timedelta(hours=1)
+    before = len(desk.state.notices)
+    desk.go(replace(RESUME, ends_both=ends_both))
+    assert not desk.state.breaker.is_open
+    assert bool(desk.of(RepairRequest)) is ends_both
+    assert desk.state.breaker.paused_since == (None if ends_both else T0)
+    assert ends_both or "carol" in desk.state.breaker.paused
+    desk.go(RESUME)
+    assert not desk.state.breaker.paused
+    assert ends_both or desk.of(RepairRequest)
+    assert desk.state.notices[before:] == snapshot
+
+
 @pytest.mark.parametrize("open_it", [True, False])
 def test_requests_from_before_a_resume_have_to_ask_again(
     open_it: bool, snapshot: SnapshotAssertion

@@ -83,7 +83,7 @@ def fleet_details(
         '- `release` `{"node": "n2", "reason": "…", "by": "you"}`'
         " n2 is in service again: you vouch for it",
         '- `pause` and `resume` `{"reason": "…", "by": "you"}`'
-        " stop all repairs; resume also closes the breaker",
+        " stop all repairs; resume first closes the breaker, if it is open",
         "- `apply` reads the fleet file again now",
     ]
     return cut_page(lines)
@@ -120,9 +120,10 @@ def _breaker_lines(state: FleetState) -> list[str]:
             "",
         ]
     if breaker.paused:
+        once = "the same again" if breaker.is_open else HOW_TO_RESUME
         lines += [
             f"**Repairs are paused{_format_since(breaker.paused_since)}** {_cut(breaker.paused)}."
-            f" To end it: {HOW_TO_RESUME}.",
+            f" To end it: {once}.",
             "",
         ]
     if not breaker.is_open and not breaker.paused:

@@ -38,6 +38,7 @@ with workflow.unsafe.imports_passed_through():
     )
     from relaunch.messages.ids import REPAIR_ID_PREFIX, WORKFLOW_ID_PREFIX
     from relaunch.messages.notices import Notice
+    from relaunch.pool.breaker import is_doubly_stopped
     from relaunch.pool.counts import FleetCounts, count_fleet
     from relaunch.pool.events import (
         ClaimReminder,
@@ -57,6 +58,7 @@ with workflow.unsafe.imports_passed_through():
         ReclaimResult,
         ReleaseCommand,
         RepairRequest,
+        ResumeCommand,
         RunningJobs,
     )
     from relaunch.pool.messages import Claim
@@ -177,6 +179,12 @@ class Fleet:
                 and not workflow.patched("removed-nodes")
             ):
                 self._state = replace(self._state, removed=())
+            if (
+                isinstance(fact, ResumeCommand)
+                and is_doubly_stopped(self._state)
+                and not workflow.patched("keep-pause")
+            ):
+                fact = replace(fact, ends_both=True)
             before, self._state = self._state, apply_event(self._state, fact, workflow.now())
             if isinstance(fact, ReleaseCommand):
                 self._withdraw_repair(before, fact.node)
@@ -564,7 +572,8 @@ class Fleet:
         self._take_command("pause", message, pause_fact)
 
     @workflow.signal(
-        description='End a pause and close the breaker: {"reason", "by"}, all optional.'
+        description='Close the breaker or, where it is closed, end a pause: {"reason", "by"}, all '
+        "optional."
     )
     def resume(self, message: Any = None, *_more: Any) -> None:
         self._take_command("resume", message, resume_fact)
