@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import errno
+import math
 import os
 import shutil
 import signal
@@ -22,6 +23,7 @@ from typing import Any
 import paramiko
 import pytest
 
+from relaunch.activities.launch import find_address
 from relaunch.backends.base import Backend, Preparation, StartedRanks, StartOrder
 from relaunch.backends.ssh import backend as ssh_backend
 from relaunch.backends.ssh import connection
@@ -30,6 +32,7 @@ from relaunch.backends.ssh.known_hosts import KeyStatus, fingerprint, line_for
 from relaunch.backends.ssh.route import SshConfigError
 from relaunch.backends.ssh.trust import host_key, remember
 from relaunch.cli.files import read_fleet
+from relaunch.job.state import Slot
 from relaunch.spec.fleet import FleetSpec
 from relaunch.worker import WorkerFleets
 from tests.backends.ssh_site import Site, listener, own_fingerprint, reason, site
@@ -218,6 +221,19 @@ async def test_a_host_of_the_ssh_configuration_keeps_its_own_address(
         site.backend(None, address="gpu-01", network="192.168.7.12").node("n1").network
         == "192.168.7.12"
     )
+
+
+async def test_ranks_follow_an_address_that_changes_in_the_ssh_config(site: Site) -> None:
+    """As the login does: MASTER_ADDR and the addresses of peers are those of the next launch."""
+    site.config.write_text("Host gpu-01\n  HostName 10.0.0.7\n")
+    backend = site.backend(None, address="gpu-01")
+    slot = Slot("n1", "gpu-01")
+    assert find_address(backend, slot) == "10.0.0.7"
+    site.config.write_text("Host gpu-01\n  HostName 10.0.0.8\n")
+    await until(lambda: find_address(backend, slot) == "10.0.0.8", "it is read again")
+    site.config.write_text("Host gpu-01\n  Port none\n  HostName 10.0.0.9\n")
+    backend._config_read_at = -math.inf
+    assert find_address(backend, slot) == "10.0.0.8", "the next login says what is wrong"
 
 
 @pytest.mark.long

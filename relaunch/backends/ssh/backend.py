@@ -8,9 +8,12 @@ logins. A later call tries again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import math
 import random
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +36,15 @@ from relaunch.backends.ssh.connection import (
     Connection,
     connect,
 )
-from relaunch.backends.ssh.route import Hop, SshConfigError, check, read_config, route
+from relaunch.backends.ssh.route import (
+    Hop,
+    SshConfigError,
+    check,
+    parse_config,
+    read_config,
+    read_config_text,
+    route,
+)
 from relaunch.backends.ssh.ship import Artifact, NotStarted, remote_command, start_agent
 from relaunch.spec.fleet import FleetNode, FleetSpec
 
@@ -54,6 +65,8 @@ arrive at the same instant."""
 SHORT_LIFE = 3.0
 """Seconds. A session that lived longer than this worked, so its end does not continue the
 backoff."""
+CONFIG_INTERVAL = 1.0
+"""Seconds between two looks at the SSH configuration for the addresses of nodes."""
 START_TIMEOUT = 20.0
 """Seconds for the agent to start after the login. It is 1.4 MB, sent once for each version."""
 
@@ -94,14 +107,13 @@ class SshBackend(SessionBackend):
         super().__init__(spec, answer_within)
         check(spec.ssh, spec.nodes)
         self._options = spec.ssh
+        self._given_nodes = spec.nodes
         self._artifact = Artifact.read(agent)
         self.shipped: dict[str, int] = {}
         """Bytes of the agent that were sent to each node at its last connection."""
-        config = read_config(spec.ssh)
-        for node in spec.nodes:
-            self._nodes[node.name] = node.model_copy(
-                update={"network": node.network or route(spec.ssh, node, config).node.host}
-            )
+        self._config_text: str | None = None
+        self._config_read_at = -math.inf
+        self._resolve_networks()
         self._connects = ThreadPoolExecutor(CONNECTS, thread_name_prefix="ssh-connect")
         self._writers = ThreadPoolExecutor(WRITERS, thread_name_prefix="ssh-write")
         self._peace: dict[str, Backoff] = {}
@@ -109,6 +121,31 @@ class SshBackend(SessionBackend):
         self._under_way: set[Connection] = set()
         self._gates: dict[tuple[str, int], threading.Semaphore] = {}
         self._gates_lock = threading.Lock()
+
+    def node(self, name: str) -> FleetNode:
+        """Return the node as it is reached now: its address may have changed in the SSH
+        configuration, which each login reads again."""
+        if time.monotonic() >= self._config_read_at + CONFIG_INTERVAL:
+            with contextlib.suppress(SshConfigError):  # the next login says it
+                self._resolve_networks()
+        return super().node(name)
+
+    def _resolve_networks(self) -> None:
+        """Resolve the nodes' addresses for each other, if the SSH configuration has changed.
+
+        Raises:
+            SshConfigError: it cannot be used.
+        """
+        self._config_read_at = time.monotonic()
+        text = read_config_text(self._options)
+        if text == self._config_text:
+            return
+        config = parse_config(self._options, text)
+        for node in self._given_nodes:
+            if node.network is None:
+                host = route(self._options, node, config).node.host
+                self._nodes[node.name] = node.model_copy(update={"network": host})
+        self._config_text = text
 
     async def close(self) -> None:
         for connection in self._under_way:

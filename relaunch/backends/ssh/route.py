@@ -73,19 +73,40 @@ def read_config(options: SshOptions) -> paramiko.SSHConfig:
     Raises:
         SshConfigError: it cannot be read.
     """
-    files = [options.config] if options.config is not None else [USER_CONFIG, SYSTEM_CONFIG]
+    return parse_config(options, read_config_text(options))
+
+
+def read_config_text(options: SshOptions) -> str:
+    """Return the text of the SSH configuration, with what it includes.
+
+    Raises:
+        SshConfigError: it cannot be read.
+    """
     lines: list[str] = []
-    for file in files:
+    for file in _list_files(options):
         path = Path(file).expanduser()
         if options.config is None and not path.exists():
             continue
         lines += ["Host *", *_lines(path, 0)]
+    return "\n".join(lines)
+
+
+def parse_config(options: SshOptions, text: str) -> paramiko.SSHConfig:
+    """Parse what `read_config_text` returned.
+
+    Raises:
+        SshConfigError: it is no SSH configuration.
+    """
     try:
-        return paramiko.SSHConfig.from_text("\n".join(lines))
+        return paramiko.SSHConfig.from_text(text)
     except (ConfigParseError, ValueError) as error:
         raise SshConfigError(
-            f"the SSH configuration {' and '.join(files)} cannot be read: {error}"
+            f"the SSH configuration {' and '.join(_list_files(options))} cannot be read: {error}"
         ) from None
+
+
+def _list_files(options: SshOptions) -> list[str]:
+    return [options.config] if options.config is not None else [USER_CONFIG, SYSTEM_CONFIG]
 
 
 def _lines(path: Path, depth: int) -> list[str]:
