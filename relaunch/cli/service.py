@@ -55,6 +55,11 @@ NOTE_DELAY = 5.0
 STOP_TIMEOUT = 15.0
 """Seconds from SIGTERM to SIGKILL; longer than a worker's graceful shutdown."""
 ATTENDANT_ENDED = "`relaunch run` has ended"
+MAX_LOG_BYTES = 16 * 1024 * 1024
+"""Bytes of the log of the server or of a worker before it begins again."""
+LOG_INTERVAL = 60.0
+"""Seconds between two looks at its size."""
+LAST_WORDS_BYTES = 4096
 TIDY_INTERVAL = 3600.0
 """Seconds between two looks for environment files of jobs that the server has forgotten."""
 SERVER_OPTIONS = (
@@ -472,7 +477,7 @@ class Keeper:
             begun = time.monotonic()
             if self._process is None or self._process.returncode is not None:
                 self._process = await self._start()
-            code = await _wait_for_end(self._process)
+            code = await self._attend(self._process)
             if code == 2:
                 raise ConfigError(f"the {self._name} cannot start: {self.last_words()}")
             is_new = time.monotonic() - begun > STEADY_AFTER
@@ -503,12 +508,33 @@ class Keeper:
                 preexec_fn=die_with_parent(os.getpid()),
             )
 
-    def last_words(self) -> str:
+    async def _attend(self, process: asyncio.subprocess.Process | Fork) -> int:
+        """Return the exit code of the child; keep its log bounded until then."""
+        ending = asyncio.create_task(_wait_for_end(process))
+        try:
+            while not ending.done():
+                self._bound_log()
+                await asyncio.wait({ending}, timeout=LOG_INTERVAL)
+            return await ending
+        finally:
+            ending.cancel()
+
+    def _bound_log(self) -> None:
+        """Begin the log again where it is too long; what it has is kept beside it until then.
+
+        The child goes on appending to the same file. What it writes between the copy and the
+        truncation is lost.
+        """
         with contextlib.suppress(OSError):
+            if self._log.stat().st_size > MAX_LOG_BYTES:
+                shutil.copyfile(self._log, self._log.with_name(f"{self._log.name}.1"))
+                os.truncate(self._log, 0)
+
+    def last_words(self) -> str:
+        with contextlib.suppress(OSError), self._log.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - LAST_WORDS_BYTES))
             lines = [
-                line
-                for line in self._log.read_bytes()[-4096:].decode(errors="replace").splitlines()
-                if line.strip()
+                line for line in log.read().decode(errors="replace").splitlines() if line.strip()
             ]
             if lines:
                 return lines[-1].strip()

@@ -17,6 +17,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -389,6 +390,28 @@ async def test_a_launch_retries_a_node_that_refused_many_connections(
         assert "refused the connection" in await reason(backend)
     host.start()
     assert (await reached(lambda: backend.list("n1")))["outcome"] == "done"
+
+
+async def test_a_node_that_stays_away_is_logged_once(
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ssh_backend, "BACKOFF", (0.0, 0.0))
+    caplog.set_level("INFO", "relaunch.ssh")
+    host = site.host(start=False)
+    backend = site.backend(host)
+    refused = [await reason(backend) for _ in range(3)]
+    assert refused[0] == refused[2] and len(caplog.messages) == 1
+    backend._failures["n1"] = replace(backend._failures["n1"], until=-math.inf)
+    await reason(backend)
+    assert len(caplog.messages) == 2
+    assert backend._failures["n1"].delay == 2 * ssh_backend.LOG_DELAYS[0]
+    host.start()
+    await backend.list("n1")
+    assert [one.partition(":")[0] for one in caplog.messages] == [
+        "node n1 cannot be reached",
+        "node n1 cannot be reached",
+        "node n1 is reached again",
+    ]
 
 
 async def test_a_node_that_does_not_answer_to_tcp_is_said_not_to(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,27 @@ async def test_a_child_that_ends_again_and_again_is_given_up(
         "the server ended 3 times in a row, the last time with exit code 7: broken"
     )
     assert len(said) == 2
+
+
+async def test_the_log_of_a_child_that_runs_on_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relaunch.cli.service.MAX_LOG_BYTES", 10_000)
+    monkeypatch.setattr("relaunch.cli.service.LOG_INTERVAL", 0.01)
+    log, said = tmp_path / "log", list[str]()
+    script = "printf '%020000d\n' 7; while sleep 0.02; do echo more; done"
+    keeper = Keeper("server", ["sh", "-c", script], {}, log, said.append)
+    keeping = asyncio.create_task(keeper.keep())
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "log.1").exists() or keeper.last_words() != "more":
+            assert time.monotonic() < deadline, log.stat()
+            await asyncio.sleep(0.01)
+        assert log.stat().st_size < 10_000 < (tmp_path / "log.1").stat().st_size
+        assert not said, "it is the same child"
+    finally:
+        keeping.cancel()
+        await keeper.end()
 
 
 def test_a_free_port_is_not_one_of_connections() -> None:

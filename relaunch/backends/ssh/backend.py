@@ -65,6 +65,9 @@ arrive at the same instant."""
 SHORT_LIFE = 3.0
 """Seconds. A session that lived longer than this worked, so its end does not continue the
 backoff."""
+LOG_DELAYS = (60.0, 6 * 3600.0)
+"""Seconds before it is logged again that a node cannot be reached, doubling from the first to the
+second."""
 CONFIG_INTERVAL = 1.0
 """Seconds between two looks at the SSH configuration for the addresses of nodes."""
 START_TIMEOUT = 20.0
@@ -94,6 +97,16 @@ class Backoff:
     error: Unreachable
 
 
+@dataclass(frozen=True, slots=True)
+class LoggedFailure:
+    """Why a node could not be reached, as it was logged last."""
+
+    reason: str
+    delay: float
+    until: float
+    """When the same is logged again, by the monotonic clock."""
+
+
 class SshBackend(SessionBackend):
     silence_breaks = True
 
@@ -117,6 +130,7 @@ class SshBackend(SessionBackend):
         self._connects = ThreadPoolExecutor(CONNECTS, thread_name_prefix="ssh-connect")
         self._writers = ThreadPoolExecutor(WRITERS, thread_name_prefix="ssh-write")
         self._peace: dict[str, Backoff] = {}
+        self._failures: dict[str, LoggedFailure] = {}
         self._newest: dict[str, ChannelPipe] = {}
         self._under_way: set[Connection] = set()
         self._gates: dict[tuple[str, int], threading.Semaphore] = {}
@@ -177,9 +191,24 @@ class SshBackend(SessionBackend):
             self._leave_in_peace(
                 name, loop.time(), error, quick=kind is Unreachable and loop.time() - began < QUICK
             )
-            log.info("node %s cannot be reached: %s", name, failed.reason)
+            self._log_failure(name, failed.reason)
             raise error from failed
+        if self._failures.pop(name, None) is not None:
+            log.info("node %s is reached again", name)
         return self._newest[name]
+
+    def _log_failure(self, name: str, reason: str) -> None:
+        """Log that a node cannot be reached: at first, with each new reason, and ever more rarely.
+
+        A node that is away for weeks is tried once a minute.
+        """
+        now, delay, before = time.monotonic(), LOG_DELAYS[0], self._failures.get(name)
+        if before is not None and before.reason == reason:
+            if now < before.until:
+                return
+            delay = min(LOG_DELAYS[1], before.delay * 2)
+        self._failures[name] = LoggedFailure(reason, delay, now + delay)
+        log.info("node %s cannot be reached: %s", name, reason)
 
     def _count_short_life(self, name: str) -> None:
         """Count a session that ended soon after its start as a failure: its node enters backoff."""
