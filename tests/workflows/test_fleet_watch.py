@@ -200,6 +200,9 @@ async def test_a_watch_reads_no_gpus_from_the_moment_a_repair_begins(
         first, second = (await list_inputs())[1].nodes
         assert (first.node, first.read_in) == ("n1", None)
         assert second.read_in is not None
+        before, after = await list_inputs()
+        assert after.first_in < before.first_in, "the round that was due is not put off"
+        assert (await fleet_state(rig)).watched_at is None, "none has ended"
 
 
 async def test_a_new_claim_is_watched_within_a_round(make_rig: MakeRig) -> None:
