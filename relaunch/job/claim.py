@@ -44,11 +44,12 @@ def build_claim(
 def build_current_claim(job: JobState, seq: int, keep: tuple[str, ...]) -> Claim:
     """Return the claim of a job that continues with its nodes, and says when it would take more."""
     if not job.spec.is_elastic:
-        return build_claim(job, seq, keep=keep)
+        return replace(build_claim(job, seq, keep=keep), is_current=True)
     at = more_at(job)
     avoid = tuple(one.node for one in job.avoided) if at is not None else ()
     most = job.spec.node_count if at is not None else len(keep)
-    return _claim(job, seq, len(keep), keep, avoid, running=bool(job.slots), most=most, at=at)
+    claim = _claim(job, seq, len(keep), keep, avoid, running=bool(job.slots), most=most, at=at)
+    return replace(claim, is_current=True)
 
 
 def more_at(job: JobState) -> datetime | None:

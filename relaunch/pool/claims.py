@@ -71,6 +71,7 @@ def record_claim(state: FleetState, claim: Claim, now: datetime) -> FleetState:
         others = tuple(one for one in state.behind if one.job != claim.job)
         return replace(state, behind=(*others, behind))
     state = record_faults(state, FaultReport(claim.job, claim.submission, claim.suspects), now)
+    state = _repeat_drains(state, claim) if claim.is_current else state
     if state.awaited_jobs is not None:
         state = replace(
             state, awaited_jobs=tuple(job for job in state.awaited_jobs if job != claim.job)
@@ -94,6 +95,21 @@ def record_claim(state: FleetState, claim: Claim, now: datetime) -> FleetState:
     if claim.nodes <= 0 and not record.places:
         return remove_claim(state, record, now)
     return _put_claim(state, record)
+
+
+def _repeat_drains(state: FleetState, claim: Claim) -> FleetState:
+    """Have the job asked again to leave a node that it goes on with and does not know is wanted.
+
+    The request came to it before it had the node.
+    """
+    unknown = frozenset(claim.keep) - frozenset(claim.stays)
+    nodes = tuple(
+        replace(node, asked_jobs=tuple(job for job in node.asked_jobs if job != claim.job))
+        if node.name in unknown and claim.job in node.asked_jobs
+        else node
+        for node in state.nodes
+    )
+    return replace(state, nodes=nodes) if nodes != state.nodes else state
 
 
 def _check_submitter(

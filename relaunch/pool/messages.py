@@ -94,6 +94,9 @@ class Claim:
     """Who submitted the job, as they said. Only in claims of a job that was never launched."""
     signed: SignedText | None = None
     """The submission as its caller has signed it, if they have. The fleet does not keep it."""
+    is_current: bool = False
+    """It states what the job goes on with, after a change or because the fleet asks, and wants
+    nothing new. Never set by release 0.1.0."""
 
     @property
     def max_nodes(self) -> int:

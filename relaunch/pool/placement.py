@@ -558,6 +558,9 @@ class Placement:
     def keep_nodes(self, record: ClaimRecord) -> list[NodeUse]:
         """Return the nodes that the job may continue with."""
         places = {place.node for place in record.places}
+        # A node that is wanted back is left when its job says so: until then, another one that is
+        # granted for it would stand idle.
+        is_complete = record.claim.is_current and len(record.claim.keep) >= record.claim.max_nodes
         found = []
         for name in dict.fromkeys(record.claim.keep):
             node = self.by_name.get(name)
@@ -570,10 +573,11 @@ class Placement:
                 continue
             drain = node.record.drain or node.record.repair_drain
             stays = drain is not None and name in record.claim.stays and self.now < drain.until
-            if stays or (
-                node.record.drain is None
-                and node.record.status in (NodeStatus.IN_SERVICE, NodeStatus.QUARANTINED)
-            ):
+            is_fit = node.record.drain is None and node.record.status in (
+                NodeStatus.IN_SERVICE,
+                NodeStatus.QUARANTINED,
+            )
+            if is_complete or stays or is_fit:
                 found.append(node)
         return found[: record.claim.max_nodes]
 

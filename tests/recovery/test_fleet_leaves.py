@@ -189,6 +189,32 @@ def test_no_job_leaves_for_a_repair_that_would_not_be_done(snapshot: SnapshotAss
     assert desk.go(ResumeCommand("", "grace")) == [DrainMessage("b", later)]
 
 
+def test_a_job_that_states_what_it_has_is_granted_nothing_else() -> None:
+    """Another node would stand idle: the job does not read the answer to such a claim."""
+    desk = shared()
+    desk.go(PauseCommand("", "grace"))
+    accuse(desk)
+    has: dict[str, Any] = {"gpus": 2, "running": True, **STILL_THERE, "stays": ()}
+    desk.claim("b", 1, seq=2, is_current=True, **has)
+    assert [place.node for place in desk.record("b").places] == ["n2"]
+    desk.claim("b", 1, seq=3, **has)
+    assert desk.granted()["b"] != ["n2"], "it wants to be launched, and not on a suspect"
+
+
+def test_a_job_that_got_a_drained_node_later_is_asked_again() -> None:
+    """The request has reached it between the grant and the moment when it took the node over."""
+    desk = Desk()
+    desk.claim("a", 2, running=True, keep=("n1",), avoid=("n2",))
+    assert desk.granted() == {"a": ["n1", "n3"]}
+    drain = QuarantineCommand("n3", "swap its PSU", "carol", timedelta(hours=1))
+    first = desk.go(drain)
+    has: dict[str, Any] = {"running": True, "keep": ("n1", "n3"), "is_current": True}
+    assert desk.claim("a", 2, seq=2, **has) == first
+    assert isinstance(first[0], DrainMessage)
+    assert [place.node for place in desk.record("a").places] == ["n1", "n3"]
+    assert desk.claim("a", 2, seq=3, stays=("n3",), **has) == [], "it knows now"
+
+
 def test_waiting_jobs_hear_a_drain_and_departed_or_ended_do_not() -> None:
     desk = share(Desk(*nodes("n1", "n2", "n3")), "a", "b", "c", "d")
     accuse(desk)
