@@ -390,7 +390,10 @@ def describe_release(fleet: FleetState, node: str) -> str:
         if record.repair
         else ""
     )
-    return f"node {node} is in service: jobs can get it{but}"
+    was = record.past[-1] if record.past and record.past[-1].until == record.since else None
+    at = f" at {format_time(was.since)}" if was and was.since else ""
+    before = f"; {was.by} had taken it out of service{at}: {was.reason}" if was else ""
+    return f"node {node} is in service: jobs can get it{but}{before}"
 
 
 def describe_resume(fleet: FleetState) -> str:

@@ -398,6 +398,10 @@ def test_a_request_is_answered_with_the_state_that_follows(page: SnapshotAsserti
             fleet(node(1, **OUT, drain=DRAIN), claims=held), "gpu-01"
         ),
         "release": describe_release(fleet(node(1)), "gpu-01"),
+        "release a quarantined node": describe_release(
+            fleet(node(1, since=T0, past=(PastReason("a fan", "ada", T0 - HOUR, T0, "new"),))),
+            "gpu-01",
+        ),
         "release a node that does not answer": describe_release(fleet(silent(1)), "gpu-01"),
     }
     assert sections(answers) == page
