@@ -43,6 +43,7 @@ from relaunch.job.launchers import launcher_command
 from relaunch.job.places import StartedPlaces, find_doubt
 from relaunch.job.ranks import (
     common_environment,
+    find_defaults,
     processes_of,
     rank_environments,
     ranks_of,
@@ -369,6 +370,7 @@ class JobActivities:
                 gpus=spec.gpus_per_node,
                 ecs=spec.ecs,
                 inherit_env=spec.inherit_env,
+                env_defaults=find_defaults(spec, environment, secrets),
                 umask=spec.umask,
                 limits=spec.soft_limits,
                 separate_stderr=spec.output == "separate",

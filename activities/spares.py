@@ -26,7 +26,7 @@ from relaunch.backends.base import (
     identity,
 )
 from relaunch.generation import Token
-from relaunch.job.ranks import rank_environments, ranks_of, tracker_environment
+from relaunch.job.ranks import find_defaults, rank_environments, ranks_of, tracker_environment
 from relaunch.job.state import Slot
 from relaunch.spec.fleet import FleetSpec
 from relaunch.spec.policy import Timeouts
@@ -140,6 +140,7 @@ class SpareKeeper:
                 modules=modules,
                 secrets=secrets,
                 inherit_env=spec.inherit_env,
+                env_defaults=find_defaults(spec, environment, secrets),
             )
 
         return make

@@ -160,6 +160,8 @@ class StartOrder:
     """Seconds after which ranks that no controller watches stop; None: they do not."""
     separate_stderr: bool = False
     """Whether each rank's stderr has a separate log."""
+    env_defaults: tuple[str, ...] = ()
+    """Names of variables of `env` that give way to those that ranks inherit from the node."""
     warm: tuple[str, ...] = ()
     """Modules to import ahead, so that the next generation is forked from them."""
     redact: tuple[str, ...] = ()
@@ -201,6 +203,7 @@ class WarmOrder:
     modules: tuple[str, ...]
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     inherit_env: bool = True
+    env_defaults: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,6 +151,8 @@ class AgentSession:
             body["unwatched"] = order.unwatched
         if not order.inherit_env:
             body["inherit_env"] = False
+        if order.env_defaults:
+            body["env_defaults"] = list(order.env_defaults)
         if order.separate_stderr:
             body["separate_stderr"] = True
         if order.warm:
@@ -204,6 +206,7 @@ class AgentSession:
             "env": {**order.env, **order.secrets},
             "rank_env": [dict(env) for env in order.rank_env],
             "inherit_env": order.inherit_env,
+            "env_defaults": list(order.env_defaults),
             "warm": list(order.modules),
             **_whose(order.fleet),
         }

@@ -175,7 +175,8 @@ def run(settings: Settings, request: RunRequest, say: Callable[[str], None]) -> 
     spec, policy = request.resolve(backend)
     _, output = torchrun.read_output(request.options, spec.name)
     output.check_folder()
-    for notice in torchrun.find_notices(spec, policy, request.options):
+    select = environment.select_inherited if backend == "local" else environment.select_chosen
+    for notice in torchrun.find_notices(spec, policy, request.options, select(os.environ)):
         say(notice)
     own: OwnService | None = None
     if not is_shared:

@@ -271,8 +271,18 @@ def check_nodes(spec: JobSpec, options: Mapping[str, str], is_here: bool) -> Non
         )
 
 
-def find_notices(spec: JobSpec, policy: Policy, options: Mapping[str, str]) -> list[str]:
-    """Return sentences about what has no effect, or another effect than its writer expects."""
+def find_notices(
+    spec: JobSpec, policy: Policy, options: Mapping[str, str], passed_on: Mapping[str, str]
+) -> list[str]:
+    """Return sentences about what has no effect, or another effect than its writer expects.
+
+    Args:
+        spec: The job.
+        policy: Its policy.
+        options: torchrun's options that were given, by name.
+        passed_on: The variables of this process that ranks get.
+    """
+    has_threads = "OMP_NUM_THREADS" in {**passed_on, **spec.env}
     found = []
     if "shutdown_timeout" in options and writes_stop_grace(policy):
         found.append(
@@ -297,6 +307,11 @@ def find_notices(spec: JobSpec, policy: Policy, options: Mapping[str, str]) -> l
             flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
             has = "has" if len(names) == 1 else "have"
             found.append(f"{flags} {has} no effect: {what.format(job=spec.name)}")
+    if spec.ranks_per_node > 1 and not has_threads:
+        found.append(
+            "OMP_NUM_THREADS is not set here, so it is 1 for each rank, as with torchrun, or what "
+            "the rank's node sets: `--env OMP_NUM_THREADS=N` sets another"
+        )
     if (launcher := find_launcher(spec.command)) is not None:
         found.append(
             f"{launcher} starts ranks itself, so relaunch sees one process: to have each rank "

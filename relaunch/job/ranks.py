@@ -30,6 +30,30 @@ def processes_of(group_rank: int, spec: JobSpec) -> tuple[int, ...]:
     )
 
 
+DEFAULTS = {"OMP_NUM_THREADS": "1"}
+"""Variables of several ranks on a node that neither the job nor the node sets.
+
+As torchrun does: many ranks that each use all cores are slower than one.
+"""
+
+
+def find_defaults(
+    spec: JobSpec, environment: Collection[str], secrets: Collection[str]
+) -> tuple[str, ...]:
+    """Return which variables of an environment the job does not set itself.
+
+    Args:
+        spec: The job.
+        environment: The names of what `common_environment` returned, without those of `secrets`.
+        secrets: The names of what the job sets in files.
+    """
+    return tuple(
+        name
+        for name in DEFAULTS
+        if name in environment and name not in spec.env and name not in secrets
+    )
+
+
 def common_environment(
     token: Token,
     spec: JobSpec,
@@ -63,10 +87,8 @@ def common_environment(
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         **ours,
     }
-    if spec.ranks_per_node > 1 and "OMP_NUM_THREADS" not in spec.env:
-        environment["OMP_NUM_THREADS"] = (
-            "1"  # as torchrun does: many ranks that each use all cores are slower than one
-        )
+    if spec.ranks_per_node > 1:
+        environment = {**DEFAULTS, **environment}
     return environment
 
 

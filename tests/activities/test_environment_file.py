@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from syrupy.assertion import SnapshotAssertion
@@ -36,6 +37,29 @@ async def test_a_file_is_below_env_and_what_relaunch_sets(tmp_path: Path) -> Non
     assert (order.env["A"], order.rank_env[0]["RANK"]) == ("job", "0")
     assert order.env["MASTER_ADDR"] not in ("x", "")
     assert (order.inherit_env, order.umask) == (False, "027")
+    assert order.env_defaults == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "defaults"),
+    [
+        ({}, ("OMP_NUM_THREADS",)),
+        ({"env": {"OMP_NUM_THREADS": "1"}}, ()),
+        ({"nproc_per_node": 1}, ()),
+    ],
+)
+async def test_only_what_the_job_does_not_set_gives_way_to_a_node(
+    given: dict[str, Any], defaults: tuple[str, ...]
+) -> None:
+    fleet = stand()
+    spec = fleet.spec.model_validate({**fleet.spec.model_dump(), "nproc_per_node": 2, **given})
+    fleet = replace(fleet, spec=spec)
+    await fleet.launch()
+    order = next(call.order for call in fleet.backend.calls if call.command == "start")
+    assert isinstance(order, StartOrder)
+    assert order.env_defaults == defaults
+    # A node of an older release knows no defaults, and sets what is in `env`.
+    assert order.env.get("OMP_NUM_THREADS") == (None if "nproc_per_node" in given else "1")
 
 
 @pytest.mark.parametrize("case", ["missing", "folder", "pipe", "device", "long", "binary"])

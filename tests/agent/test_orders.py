@@ -200,6 +200,26 @@ def test_ranks_get_only_the_environment_and_umask_ordered(node: Node, tmp_path: 
     assert (ours - {"LC_CTYPE"}, umask) == ({"A", "PYTHONUNBUFFERED"}, 0o026)
 
 
+def test_a_default_of_the_order_gives_way_to_the_node(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("OMP_NUM_THREADS", "6"), ("BLANK", ""), ("OF_JOB", "node")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("ONLY_HERE", raising=False)
+    defaults = ["OMP_NUM_THREADS", "BLANK", "ONLY_HERE"]
+    env = {**dict.fromkeys(defaults, "1"), "OF_JOB": "job"}
+    code = f"import os; print([os.environ[name] for name in {list(env)}])"
+    for number, more in enumerate(({}, {"inherit_env": False}), 1):
+        command = [sys.executable, "-c", code]
+        node.run(number, command, ranks=1, env=env, env_defaults=defaults, **more)
+        wait_for(lambda number=number: len(node.journal(number)) == 1)  # type: ignore[misc]
+    logs = [node.folder(number) / "logs" / "rank_0.log" for number in (1, 2)]
+    assert [log.read_text() for log in logs] == [
+        "['6', '', '1', 'job']\n",
+        "['1', '1', '1', 'job']\n",
+    ]
+
+
 @pytest.mark.long_after(variants=2)
 @pytest.mark.parametrize(
     ("more", "expected"),

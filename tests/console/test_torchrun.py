@@ -296,6 +296,8 @@ ACCEPTED = (
     "train.py",
     "--no-python torchrun --nproc-per-node 2 train.py",
     "--policy own.yaml --shutdown-timeout 120 train.py",
+    "--nproc-per-node 2 train.py",
+    "--nproc-per-node 2 --env OMP_NUM_THREADS=4 train.py",
 )
 
 
@@ -326,12 +328,13 @@ def test_streams_are_apart_and_hidden_as_torchrun_would(
 def test_what_has_no_effect_is_said_where_it_may_be_missed(
     folder: Path, monkeypatch: pytest.MonkeyPatch, page: SnapshotAssertion
 ) -> None:
-    said = {}
+    said: dict[str, list[str]] = {}
     (folder / "own.yaml").write_text("timeouts: {stop_grace: 20s}")
     for line in ACCEPTED:
+        passed_on = {"OMP_NUM_THREADS": "4"} if "--local-addr" in line else {}
         request = understand(monkeypatch, f"--name llama {line}")
         spec, policy = request.resolve(HERE)
-        notices = torchrun.find_notices(spec, policy, request.options)
+        notices = torchrun.find_notices(spec, policy, request.options, passed_on)
         said[f"run {line}"] = [one.replace(os.getcwd(), "/folder") for one in notices]
     assert sections(said) == page
 

@@ -271,6 +271,7 @@ def _parse_program(order: Fields) -> Json:
             for index, variables in enumerate(order.items("rank_env"))
         ],
         "inherit_env": order.flag("inherit_env", True),
+        "env_defaults": order.strings("env_defaults", []),
         "warm": order.strings("warm", []),
     }
 

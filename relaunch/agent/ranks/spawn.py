@@ -49,7 +49,7 @@ def make_rank_environment(
     given = {
         **DEFAULTS,
         **inherited,
-        **order["env"],
+        **_select_given(order, inherited),
         **launched.leave_tracker(order["rank_env"][index], inherited),
     }
     return {
@@ -71,6 +71,16 @@ def _select_inherited(base: dict[str, str], order: Json) -> dict[str, str]:
     }
 
 
+def _select_given(order: Json, inherited: dict[str, str]) -> dict[str, str]:
+    """Return the job's variables, without those defaults that the node sets itself."""
+    defaults = order.get("env_defaults", [])  # the order may be one of a release without them
+    return {
+        name: value
+        for name, value in order["env"].items()
+        if name not in defaults or name not in inherited
+    }
+
+
 def make_shared_environment(base: dict[str, str], order: Json) -> dict[str, str]:
     """Return the environment to import with: what all ranks of every generation have.
 
@@ -82,7 +92,8 @@ def make_shared_environment(base: dict[str, str], order: Json) -> dict[str, str]
         for name, value in first.items()
         if name.startswith(NATIVE_PREFIXES) and all(other.get(name) == value for other in others)
     }
-    return {**DEFAULTS, **_select_inherited(base, order), **order["env"], **native}
+    inherited = _select_inherited(base, order)
+    return {**DEFAULTS, **inherited, **_select_given(order, inherited), **native}
 
 
 def make_redaction(order: Json, generation: Generation, token: Token) -> Optional[Json]:
