@@ -229,6 +229,8 @@ def test_a_users_row_is_read_by_code_before_by_signal() -> None:
 
 
 LINES: list[tuple[str, str]] = [
+    ("no_debugger", "bdb.BdbQuit"),
+    ("no_answer", "EOFError: EOF when reading a line"),
     (
         "child_sigkill",
         "[launch.py:321] ['/usr/bin/python', 'train.py'] exits with return code = -9",
