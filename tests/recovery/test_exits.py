@@ -229,6 +229,14 @@ def test_a_users_row_is_read_by_code_before_by_signal() -> None:
 
 
 LINES: list[tuple[str, str]] = [
+    ("shm_left", "FileExistsError: [Errno 17] File exists: '/000010_locals'"),
+    (
+        "shm_left",
+        "ValueError: Reused local directory: ['/data/c4'] vs ['/data/c4']. Provide a different one."
+        " If using a unique local directory, try deleting the local directory and call"
+        " `streaming.base.util.clean_stale_shared_memory()` only once in your script to clean up"
+        " the stale shared memory before instantiation of `StreamingDataset`.",
+    ),
     ("no_debugger", "bdb.BdbQuit"),
     ("no_answer", "EOFError: EOF when reading a line"),
     (
@@ -767,6 +775,7 @@ def test_gloo_on_one_node_may_be_refused_by_a_rank_that_died() -> None:
         "step 7 loss: 2.3 best loss: inf",
         "best_val_loss=inf",
         "min loss: inf",
+        "FileExistsError: [Errno 17] File exists: '/data'",
     ],
 )
 def test_advice_and_chatter_are_no_evidence(line: str) -> None:
