@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from relaunch.cli import environment, files, torchrun
+from relaunch.cli import environment, files, rank_signals, torchrun
 from relaunch.cli.own_service import OwnService, keep_agents, start_own
 from relaunch.cli.rank_output import RunOutput
 from relaunch.config import ConfigError, Settings
@@ -256,6 +256,8 @@ async def _run(
             environment.remove_others(env_file)
         # From here on ctrl-C cancels the job instead of only ending this program.
         interruptions, outlives_terminal = _watch_signals()
+        state = (own.state if own else settings.state) if backend == "local" else None
+        _relay_signals(state, spec.name, say)
         say(f"job {spec.name} submitted: {spec.size}")
         from relaunch.cli import follow, jobs  # imported while the ranks start
 
@@ -321,6 +323,26 @@ def _watch_signals() -> tuple[asyncio.Queue[Interruption], bool]:
                 number, interruptions.put_nowait, interruption
             )
     return interruptions, outlives_terminal
+
+
+def _relay_signals(state: Path | None, name: str, say: Callable[[str], None]) -> None:
+    """Pass signals that a batch system sends before a time limit on to the ranks.
+
+    Args:
+        state: The state folder of the job's service; None: ranks are on other machines.
+        name: The job's name.
+        say: Says what was done.
+    """
+
+    def relay(number: signal.Signals) -> None:
+        if state is None:
+            say(f"{number.name} has no effect: the ranks are on other machines")
+        else:
+            say(rank_signals.pass_on(state, name, number))
+
+    for number in rank_signals.PASSED_ON:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            asyncio.get_running_loop().add_signal_handler(number, relay, number)
 
 
 async def _watch_output(interruptions: asyncio.Queue[Interruption], is_ignored: bool) -> None:

@@ -27,7 +27,8 @@ REPLACED = {
     "role": "ROLE_NAME is `default`",
     "event_log_handler": "what happens to a job is in `relaunch history {job} --json`",
     "numa_binding": "ranks run on all processors: write `numactl` before the command",
-    "signals_to_handle": "SIGINT, SIGTERM and SIGHUP stop the job, others do what they usually do",
+    "signals_to_handle": "SIGINT, SIGTERM and SIGHUP stop the job; SIGUSR1 and SIGUSR2 go to the "
+    "ranks that handle them, on this machine",
 }
 """Options without effect that a user may miss, and what there is instead. The others without
 effect describe a rendezvous, which relaunch makes itself, or how torchrun polls its ranks."""
