@@ -362,7 +362,8 @@ def run(
     shutdown_timeout: Annotated[str | None, _accept("--shutdown-timeout")] = None,
 ) -> None:
     """Run one job to its end, as torchrun would. Print what its ranks print, and exit with its exit
-    code. Start a server for the job if none is running. torchrun's options are accepted."""
+    code. Start a server for the job if none is running. torchrun's options are accepted. Ctrl-C
+    cancels the job: ranks get SIGTERM, not SIGINT as from torchrun."""
     from relaunch.cli import run as runner
 
     settings = read_settings()
