@@ -26,7 +26,9 @@ REPLACED = {
     "log_line_prefix_template": LOGS,
     "role": "ROLE_NAME is `default`",
     "event_log_handler": "what happens to a job is in `relaunch history {job} --json`",
-    "numa_binding": "ranks run on all processors: write `numactl` before the command",
+    "numa_binding": "ranks run on all processors: a script before the command binds each by its "
+    "LOCAL_RANK (docs/launchers.md#processors-near-the-gpu); `numactl` alone would bind all to one "
+    "NUMA node",
     "signals_to_handle": "SIGINT, SIGTERM and SIGHUP stop the job; SIGUSR1 and SIGUSR2 go to the "
     "ranks that handle them, on this machine",
 }

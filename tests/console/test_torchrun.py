@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import subprocess
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -337,6 +338,50 @@ def test_what_has_no_effect_is_said_where_it_may_be_missed(
         notices = torchrun.find_notices(spec, policy, request.options, passed_on)
         said[f"run {line}"] = [one.replace(os.getcwd(), "/folder") for one in notices]
     assert sections(said) == page
+
+
+@pytest.mark.parametrize(
+    ("visible", "rank", "numa", "expected"),
+    [
+        (None, 3, "1", ["3", "numactl --cpunodebind=1 --preferred=1 python train.py"]),
+        ("4,6", 1, "0", ["6", "numactl --cpunodebind=0 --preferred=0 python train.py"]),
+        (
+            "GPU-aa,GPU-bb",
+            0,
+            "1",
+            ["GPU-aa", "numactl --cpunodebind=1 --preferred=1 python train.py"],
+        ),
+        (None, 0, "-1", ["0", "python train.py"]),
+        (None, 0, "", ["0", "python train.py"]),
+    ],
+)
+def test_the_script_of_the_page_binds_a_rank_near_its_gpu(
+    visible: str | None, rank: int, numa: str, expected: list[str], folder: Path
+) -> None:
+    """With programs in place of nvidia-smi, numactl and what reads sysfs: here is no GPU."""
+    script = PAGE.partition("## Processors near the GPU")[2].split("```sh\n")[1].split("```")[0]
+    programs = {
+        "nvidia-smi": 'echo "$1" >> asked; echo 00000000:1B:00.0',
+        "cat": f'[ "$1" = /sys/bus/pci/devices/0000:1b:00.0/numa_node ] && echo "{numa}"',
+        "numactl": 'echo "numactl $@" >> asked',
+        "python": 'echo "python $@" >> asked',
+    }
+    for name, text in programs.items():
+        path = folder / "bin" / name
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+    environment = {"PATH": f"{folder}/bin:/usr/bin:/bin", "LOCAL_RANK": str(rank)}
+    if visible is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = visible
+    subprocess.run(
+        ["/bin/sh", "-c", script, "sh", "python", "train.py"],
+        cwd=folder,
+        env=environment,
+        check=True,
+        capture_output=True,
+    )
+    asked, command = (folder / "asked").read_text().splitlines()
+    assert [asked.removeprefix("--id="), command] == expected
 
 
 def test_a_script_that_runs_a_job_is_asked_nothing() -> None:
