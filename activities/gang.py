@@ -16,7 +16,12 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from relaunch.activities.clocks import read_boot_clock
+from relaunch.activities.clocks import (
+    read_boot,
+    read_boot_clock,
+    read_wall_clock,
+    read_wall_offset,
+)
 from relaunch.activities.hangs import HangLooks, read_looks
 from relaunch.activities.observations import (
     MESSAGE_LIMIT,
@@ -116,6 +121,8 @@ class RankStep:
     phase: str | None = None
     lead_moves: int = 0
     """`Lead.moves` when the counter changed last."""
+    reported_at: float = -math.inf
+    """When it was reported last, by CLOCK_MONOTONIC."""
 
 
 @dataclass(slots=True)
@@ -187,6 +194,25 @@ class NodeView:
     """The exits with 0."""
 
 
+MIN_JUMP_S = 1.0
+"""Seconds by which the wall clock must have jumped to be followed. Less is noise: a process that is
+scheduled late between two readings, a clock that is slewed."""
+
+
+def _find_jump(before: float, now: float) -> timedelta:
+    """Return by how much the wall clock has jumped between two of `read_wall_offset`."""
+    jump = now - before
+    return timedelta(seconds=jump) if abs(jump) >= MIN_JUMP_S else timedelta()
+
+
+def _shift_pace(pace: Pace, by: timedelta) -> Pace:
+    return replace(
+        pace,
+        started_at=pace.started_at + by,
+        advanced_at=None if pace.advanced_at is None else pace.advanced_at + by,
+    )
+
+
 class WatchedShard:
     """The state of all nodes of the shard. Facts come in from `_follow`; one report goes out."""
 
@@ -206,7 +232,13 @@ class WatchedShard:
             )
             for node in input.nodes
         }
-        self._pace = pace
+        self._began_at = read_wall_clock()
+        self._wall_offset = read_wall_offset()
+        self._gap = timedelta()
+        """By how much the wall clock jumped between the attempt before and this one."""
+        if before is not None and before.boot and before.boot == read_boot():
+            self._gap = _find_jump(before.wall_offset, self._wall_offset)
+        self._pace = _shift_pace(pace, self._gap)
         self._reached_before = None if before is None else before.at
         """When training had advanced last, as the attempt before saw it."""
         self._faults: list[tuple[Observation, bool]] = []
@@ -336,7 +368,8 @@ class WatchedShard:
         Raises:
             ProtocolError: it names ranks that are not this node's.
         """
-        now = datetime.now(UTC)
+        self._follow_wall_clock()
+        now = read_wall_clock()
         view = self._nodes[node]
         view.last_heard = read_boot_clock()
         if (heartbeat := line.get("heartbeat")) is not None:
@@ -423,18 +456,26 @@ class WatchedShard:
                 view.checkpoints[int(rank)] = int(value["checkpoint"])
             if value.get("step") is None:
                 continue
-            at = now - timedelta(seconds=float(value.get("age") or 0.0))
             before = view.steps.get(int(rank))
             known, step = before.counter if before else None, int(value["step"])
             if has_restarted(known, step):
                 self._pace = replace(self._pace, restarts=True)
             counter = update_counter(known, step)
+            reported_at = time.monotonic()
+            at = now - timedelta(seconds=float(value.get("age") or 0.0))
+            # The age includes the time for which the node was suspended.
+            if before is None and at < self._began_at:
+                at = min(at + self._gap, self._began_at)
+            elif before is not None and known == counter:
+                at = before.at
+            elif before is not None:
+                at = max(at, now - timedelta(seconds=reported_at - before.reported_at))
             if before is None or known != counter:
                 self._lead.note(counter.position, at, self._heartbeat_s)
                 moves = self._lead.moves
             else:
                 moves = before.lead_moves
-            view.steps[int(rank)] = RankStep(counter, at, value.get("phase"), moves)
+            view.steps[int(rank)] = RankStep(counter, at, value.get("phase"), moves, reported_at)
             self._step_times.add(node, int(rank), counter.position, at, value)
             view.values = {
                 k: float(v)
@@ -447,6 +488,22 @@ class WatchedShard:
         report_at, now_at = self.input.report_at_step, self._pace.step
         if report_at is not None and now_at is not None and report_at <= now_at != earlier.step:
             self._news.set()
+
+    def _follow_wall_clock(self) -> None:
+        """Move what is known about training by each jump of the wall clock.
+
+        The wall clock was stepped, or this machine was suspended: neither is a standstill.
+        """
+        jump = _find_jump(self._wall_offset, offset := read_wall_offset())
+        if not jump:
+            return
+        self._wall_offset = offset
+        self._pace = _shift_pace(self._pace, jump)
+        if self._lead.changed_at is not None:
+            self._lead.changed_at += jump
+        for view in self._nodes.values():
+            for rank, value in view.steps.items():
+                view.steps[rank] = replace(value, at=value.at + jump)
 
     def _update_pace(self) -> None:
         """Update the pace with what every live, reporting rank has reached.
@@ -605,6 +662,8 @@ class WatchedShard:
             baseline=self._baseline,
             figures=self._recorder.figures,
             sent_at=datetime.now(UTC),
+            boot=read_boot(),
+            wall_offset=self._wall_offset,
             missing=None
             if self._pace.step is not None
             else max(
@@ -879,7 +938,8 @@ class WatchedShard:
             # Until a node reports, only the pace of the previous watch is known, and no watch ran
             # in between.
             return None
-        now = datetime.now(UTC)
+        self._follow_wall_clock()
+        now = read_wall_clock()
         if all(self._is_stale(view) for view in self._nodes.values()):
             return None  # if no node is heard, none can be judged as hung
         steps = {
@@ -964,7 +1024,8 @@ class WatchedShard:
             reach: Returns the backend of a node.
         """
         while True:
-            now = datetime.now(UTC)
+            self._follow_wall_clock()
+            now = read_wall_clock()
             overdue = self._find_overdue(now)
             is_watched = self._first_stamps.is_set() and not self.input.hang_known
             if not is_watched or not self._looks.are_wanted(self._judged_pace(), overdue, now):
@@ -979,7 +1040,8 @@ class WatchedShard:
             until = begun + self._looks.interval
             while (left := until - time.monotonic()) > 0:
                 await asyncio.sleep(min(left, self._tick))
-                if not framed and self._find_overdue(datetime.now(UTC)) is not None:
+                self._follow_wall_clock()
+                if not framed and self._find_overdue(read_wall_clock()) is not None:
                     break  # the limit has passed in between: now stacks are needed
 
     # --- looks at checkpoints that no rank reports

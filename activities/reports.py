@@ -143,3 +143,7 @@ class WatchHeartbeat:
     figures: RunFigures | None = None
     sent_at: datetime | None = None
     """By the clock of the worker that sent it."""
+    boot: str = ""
+    """The boot of that worker's machine; empty: unknown."""
+    wall_offset: float = 0.0
+    """`read_wall_offset` there, in seconds."""

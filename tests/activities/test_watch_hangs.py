@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 
-from relaunch.activities import hangs
+from relaunch.activities import clocks, hangs
+from relaunch.activities import gang as gang_of_watch
+from relaunch.activities.gang import WatchedShard
 from relaunch.backends.base import Refusal, Unreachable
 from relaunch.job.events import RanksHung
+from relaunch.job.hang import Pace
 from relaunch.spec.policy import HangLimits
 from tests.activities.harness import Stand, ago, environment, eventually, stand
 from tests.fakes.nodes import Progress, Script
@@ -101,6 +106,83 @@ async def test_a_stated_limit_acts_as_written_and_names_the_rank() -> None:
     busy = Stack(rank=3, frames=LOADER, state="R", cpu=1.0, written=10**6)
     hang = await watch(gang(busy), after="0.6s", rules={"odd_one_out": False})
     assert hang.rule == "limit" and [one.rank for one in hang.suspects] == [3]
+
+
+class WallClock:
+    """A wall clock that jumps while a watch runs, as when the machine is suspended."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ahead = self.jumped = timedelta()
+        real = clocks.read_wall_offset()
+        monkeypatch.setattr(gang_of_watch, "read_wall_clock", self.read)
+        monkeypatch.setattr(
+            gang_of_watch, "read_wall_offset", lambda: real + self.jumped.total_seconds()
+        )
+
+    def read(self) -> datetime:
+        return datetime.now(UTC) + self.ahead
+
+    def jump(self, by: timedelta) -> None:
+        self.jumped += by
+        self.ahead += by
+
+    def go_on(self, by: timedelta) -> None:
+        """CLOCK_MONOTONIC goes on as well."""
+        self.ahead += by
+
+
+@pytest.mark.parametrize("jump", [timedelta(hours=1), timedelta(hours=-1)])
+@pytest.mark.parametrize("in_lockstep", [True, False])
+async def test_a_jump_of_the_wall_clock_is_no_standstill(
+    jump: timedelta, in_lockstep: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wall = WallClock(monkeypatch)
+    limits = HangLimits.model_validate({"after": "20m"})
+    input = stand().watch_input(hang=limits, in_lockstep=in_lockstep)
+    watched = WatchedShard(input, Pace(wall.read(), expected=True))
+
+    def hear(step: int, age: float) -> None:
+        ranks = {"n1": "01", "n2": "23"}
+        for node, own in ranks.items():
+            progress = {
+                rank: {"step": step, "values": {}, "phase": None, "checkpoint": None, "age": age}
+                for rank in own
+            }
+            watched.process_line(node, {"heartbeat": {"stamp": 1.0, "progress": progress}})
+
+    def is_overdue() -> bool:
+        watched._find_hang()  # a tick
+        return watched._find_overdue(wall.read()) is not None
+
+    asleep = max(0.0, jump.total_seconds())
+    hear(1, 0.0)
+    wall.jump(jump)
+    assert not is_overdue(), "on a tick after it"
+    hear(1, asleep)
+    assert not is_overdue(), "the same step"
+    wall.jump(jump)
+    hear(2, asleep)  # reached before, reported after
+    assert not is_overdue(), "a new step"
+    assert max(watched.heartbeat().pace.intervals) < 300, "what is learned of it"
+
+    # The next attempt knows the jump from what this one has sent.
+    before = watched.heartbeat()
+    wall.jump(jump)
+    pace = replace(before.pace, step=None, position=None, advanced_at=None)
+    watched = WatchedShard(input, pace, before)
+    hear(2, asleep)
+    assert not is_overdue(), "in the next attempt"
+    watched = WatchedShard(input, pace, replace(before, boot="another"))
+    hear(2, asleep)
+    assert is_overdue() == (asleep > 0.0), "on another machine it is unknown"
+
+    watched = WatchedShard(input, Pace(wall.read(), expected=True))
+    hear(3, 0.0)
+    wall.jump(jump)
+    wall.go_on(timedelta(minutes=19))
+    assert not is_overdue()
+    wall.go_on(timedelta(minutes=2))
+    assert is_overdue(), "a standstill is one, whatever the clock says"
 
 
 async def test_a_stated_limit_does_not_wait_for_a_silent_node(
