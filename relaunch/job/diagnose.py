@@ -42,6 +42,8 @@ controller was more likely late than the node at fault. The policy replaces a no
 happens again.
 """
 
+DEVICE_COUNT = "log device_count"
+
 UNWATCHED = "unwatched"
 """Fence reason of ranks that no controller has watched for as long as the policy allows."""
 
@@ -166,6 +168,8 @@ def diagnose(job: JobState, fault: Fault, rules: Rules = ALL_RULES) -> Diagnosis
             known = _Readers(catalog(job.policy.catalog))
             diagnosis = _diagnose_observations(fault.observations, fault.more, known)
             diagnosis = _blame_early_exit(fault.finished, diagnosis)
+            if Rule.FEWER_GPUS in rules:
+                diagnosis = _blame_missing_gpu(job, diagnosis)
             if diagnosis.cause is Cause.NETWORK and fault.silent:
                 nodes = tuple(node for node, _ in fault.silent)
                 return Diagnosis(
@@ -490,6 +494,20 @@ def _find_speaker(first: RankExited, own: list[RankExited], known: _Readers) -> 
         and said.role is Role.ROOT
     )
     return min(speaking, key=_order, default=first)
+
+
+def _blame_missing_gpu(job: JobState, diagnosis: Diagnosis) -> Diagnosis:
+    """Return the diagnosis of a rank that asks for a GPU which its node does not have: once the job
+    has trained, what the user wrote was right, and the node has fewer GPUs than before, as after a
+    reboot that did not bring one back."""
+    if diagnosis.code != DEVICE_COUNT or job.furthest_step is None:
+        return diagnosis
+    return replace(
+        diagnosis,
+        cause=Cause.NODE_FAULT,
+        reason=f"{diagnosis.reason}; the job has trained up to step {job.furthest_step}, so its "
+        "node may have lost a GPU",
+    )
 
 
 def _blame_early_exit(finished: tuple[RankExited, ...], diagnosis: Diagnosis) -> Diagnosis:

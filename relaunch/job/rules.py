@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from relaunch.evidence.observations import RankExited
 from relaunch.job.events import (
     DrainRequested,
     Event,
@@ -36,6 +37,9 @@ class Rule(StrEnum):
     ask again, and nothing that a person has taken over."""
     LATE_GRANT = "no-grant-after-a-question"
     """Nodes that are granted when a person is asked start no launch."""
+    FEWER_GPUS = "a-node-with-fewer-gpus"
+    """A GPU that is missing once the job has trained is missing from the node, not from what the
+    user wrote."""
     EARLY_DRAIN = "drain-of-a-granted-node"
     """A request to leave a node counts before the job has taken the node in."""
 
@@ -56,6 +60,10 @@ REPORTS = (
 """What ranks and nodes do, about one generation."""
 
 
+NO_SUCH_GPU = ("invalid device ordinal", "cudaErrorInvalidDevice", "the device count")
+"""What the row `device_count` of the catalog's log lines reads."""
+
+
 def is_open_question(job: JobState, event: Event) -> bool:
     """Return whether an event reports what happened while the newest generation, of which a node is
     lost, has its ranks left alone because a person is asked."""
@@ -65,6 +73,18 @@ def is_open_question(job: JobState, event: Event) -> bool:
         and job.phase is Phase.WAITING_FOR_PERSON
         and bool(job.lost)
         and job.launched_at is not None
+    )
+
+
+def may_lack_gpus(job: JobState, fault: FaultObserved) -> bool:
+    """Return whether ranks of a job that has trained may miss a GPU now: a quick look, because a
+    second diagnosis without the rule costs as much as the first."""
+    return job.furthest_step is not None and any(
+        words in line
+        for one in fault.observations
+        if isinstance(one, RankExited)
+        for line in (*one.log_tail, one.error.message if one.error is not None else "")
+        for words in NO_SUCH_GPU
     )
 
 
@@ -80,6 +100,8 @@ def list_affected(job: JobState, event: Event) -> Rules:
             return (Rule.EARLY_DRAIN,)
         case NodesAcquired() | NodesMissing() if is_asked:
             return (Rule.LATE_GRANT,)
+        case FaultObserved() if may_lack_gpus(job, event):
+            return (Rule.FEWER_GPUS, Rule.OPEN_QUESTION) if is_asked else (Rule.FEWER_GPUS,)
         case FaultObserved() | RanksHung() | NodeUnreachable() | LaunchFailed() if is_asked:
             return (Rule.OPEN_QUESTION,)
         case _:

@@ -33,6 +33,7 @@ from relaunch.job.events import (
     NodeUnreachable,
     RanksHung,
 )
+from relaunch.job.rules import Rule, list_affected
 from relaunch.job.state import Certainty, Slot
 from tests.recovery.builders import (
     FOREIGN_KILL,
@@ -815,3 +816,18 @@ def test_a_lost_node_is_named_before_a_rank_that_has_not_ended() -> None:
     found = blame_lost_nodes(job, unfinished, diagnose(job, unfinished))
     assert (found.cause, found.nodes) == (Cause.NODE_LOST, ("n1",))
     assert found.reason.endswith("; then rank 3 on n2 failed and has not ended yet")
+
+
+def test_a_gpu_that_is_missing_after_training_is_the_nodes_fault() -> None:
+    ordinal = exited(3, "n2", code=1, log_tail=("CUDA error: invalid device ordinal",))
+    new = running()
+    wrong = diagnose(new, fault(new, ordinal))
+    assert (wrong.cause, wrong.code) == (Cause.USER_INPUT, "log device_count")
+    trained = replace(new, furthest_step=7)
+    lost = diagnose(trained, fault(trained, ordinal))
+    assert (lost.cause, lost.nodes, lost.code) == (Cause.NODE_FAULT, ("n2",), wrong.code)
+    before = diagnose(trained, fault(trained, ordinal), rules=())
+    assert before == wrong
+    assert list_affected(trained, fault(trained, ordinal)) == (Rule.FEWER_GPUS,)
+    assert list_affected(new, fault(new, ordinal)) == ()
+    assert list_affected(trained, fault(trained, exited(3, "n2", code=1))) == ()
