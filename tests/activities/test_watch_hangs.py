@@ -28,7 +28,7 @@ LOADER = (
     ("train", "/home/u/train.py", 20),
 )
 STEPS = tuple((0.2 * index, index) for index in range(3))
-PROGRESS = tuple(Progress(rank=rank, steps=STEPS, hangs=True) for rank in range(4))
+PROGRESS = tuple(Progress(rank=rank, steps=STEPS, each_read=True, hangs=True) for rank in range(4))
 
 
 def gang(*stacks: Stack, **known: Any) -> Stand:

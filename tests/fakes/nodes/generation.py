@@ -259,8 +259,8 @@ class Generation:
                 exits.setdefault(last, []).append((one, Exit(exit_code=0)))
         for after, together in sorted(exits.items(), key=lambda entry: entry[0]):
             self._later(after, lambda together=together: self._ranks_exit(together))
-        for death in script.of(ShimDies, generation, name):
-            self._later(death.after, lambda death=death: self._shim_dies(death))
+        for death in script.of(ShimDies, generation, name):  # also where no watch reads
+            self.node.clock.call_later(death.after, lambda death=death: self._shim_dies(death))
 
     def _select_ranks(self, rank: int | None) -> list[Rank]:
         if rank is None or (self._launched is not None and rank in self._launched.ranks):

@@ -24,6 +24,10 @@ class Rank:
     lingers: float = 0.0
     read_at: float | None = None
     """When a watch first read its steps: the times of its script begin then."""
+    told: int = 0
+    """How many of the steps listed in its script were read, where each is to be read."""
+    late: float = 0.0
+    """By how many seconds its steps are later than in its script, because they were read late."""
 
     def begin(self, now: float) -> float:
         """Return the time from which its script counts: `now` while no watch has read it."""
@@ -39,7 +43,13 @@ class Rank:
         """Return the step and for how long it has been that; None: nothing reported yet."""
         if self.progress is None:
             return None
-        elapsed, steps = self.elapsed(now), self.progress.steps
+        elapsed, steps = self.elapsed(now) - self.late, self.progress.steps
+        if self.progress.each_read and self.told < len(steps):
+            skipped = elapsed - steps[self.told][0]
+            if skipped >= 0:
+                self.told += 1
+                if self.told < len(steps) and elapsed >= steps[self.told][0]:
+                    self.late, elapsed = self.late + skipped, elapsed - skipped
         found = bisect.bisect_right(steps, elapsed, key=lambda entry: entry[0])
         if found == 0:
             return None
@@ -47,7 +57,7 @@ class Rank:
         if found == len(steps) and self.progress.rate > 0:
             more = math.floor((elapsed - at) * self.progress.rate + 1e-9)
             at, step = at + more / self.progress.rate, step + more
-        return step, max(0.0, now - self.begin(now) - at)
+        return step, max(0.0, now - self.begin(now) - self.late - at)
 
     def checkpoint(self, now: float) -> int | None:
         """Return the step of the newest finished one; None: it never said."""
@@ -71,9 +81,9 @@ class Rank:
 
     def _next_step(self, progress: Progress, elapsed: float, now: float) -> float:
         steps = progress.steps
-        found = bisect.bisect_right(steps, elapsed, key=lambda entry: entry[0])
+        found = bisect.bisect_right(steps, elapsed - self.late, key=lambda entry: entry[0])
         if found < len(steps):
-            return self.begin(now) + steps[found][0]
+            return self.begin(now) + self.late + steps[found][0]
         return now + 1 / progress.rate if progress.rate > 0 else math.inf
 
     def log(self, now: float) -> bytes:

@@ -76,6 +76,8 @@ class Progress(_MatchesRank):
     """
 
     steps: tuple[tuple[float, int], ...] = ((0.0, 0),)
+    each_read: bool = False
+    """A step waits until the one before it was read: a watch on a busy machine misses none."""
     rate: float = 0.0
     hangs: bool = False
     """It goes on running at its last step, also where ranks without a script succeed."""
