@@ -11,9 +11,23 @@ import resource
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
-from real_node import PATIENCE, Node, expect_done, is_alive, python_command, token, wait_for
+from real_node import (
+    PATIENCE,
+    Node,
+    expect_done,
+    is_alive,
+    python_command,
+    read_name,
+    token,
+    wait_for,
+)
+
+from relaunch.agent.session import MAX_SPARES
 
 STUBBORN = (
     "import signal,time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); "
@@ -102,20 +116,48 @@ def test_a_killed_supervisor_is_replaced_and_nothing_else_is(node: Node, number:
     assert watch.read_observation("RankExited")["rank"] == 1
 
 
+@contextmanager
+def limit_descriptors(pid: int, limit: int) -> Iterator[None]:
+    """Let a process open none whose number is not below a limit."""
+    usual = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (limit, usual[1]))
+    yield
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, usual)
+
+
+def test_a_session_goes_on_without_processes_for_later_orders(node: Node) -> None:
+    node.run(1)
+    node.end_session()
+    session = node.session()  # one in which no order has been given
+    wait_for(lambda: len(list_idle(session.pid)) == MAX_SPARES)
+    open_numbers = set(map(int, os.listdir(f"/proc/{session.pid}/fd")))
+    free = [number for number in range(1024) if number not in open_numbers]
+    with limit_descriptors(session.pid, free[1]):  # leave one: a pipe has two
+        watch = node.watch()
+        began = watch.read_until("heartbeat")["stamp"]
+        # Some ten times as long as a session waits before it forks.
+        watch.read_until("heartbeat", lambda beat: beat["stamp"] > began + 0.5)
+        assert expect_done(node.order("list"))["jobs"]
+        assert session.poll() is None
+
+
+def list_idle(session: int) -> list[int]:
+    """The processes of a session that wait for an order."""
+    children = Path(f"/proc/{session}/task/{session}/children").read_text().split()
+    return [int(pid) for pid in children if read_name(int(pid)) == "relaunch-idle"]
+
+
 def test_ranks_go_on_while_no_helper_can_be_started(node: Node) -> None:
     """As with a limit of descriptors, or of processes, that data loaders have used up."""
     pids = node.run(1)
     shim, old = node.pid("shim"), node.pid("supervisor")
     node.pid("guard")
-    open_numbers = set(map(int, os.listdir(f"/proc/{shim}/fd")))
-    free = next(number for number in range(1024) if number not in open_numbers)
-    usual = resource.prlimit(shim, resource.RLIMIT_NOFILE)
-    resource.prlimit(shim, resource.RLIMIT_NOFILE, (free, usual[1]))
-    os.kill(old, signal.SIGKILL)
     log = node.folder() / "shim.log"
-    wait_for(lambda: "the supervisor cannot be started" in log.read_text() or not is_alive(shim))
-    assert is_alive(shim), log.read_text()
-    resource.prlimit(shim, resource.RLIMIT_NOFILE, usual)
+    # Whatever it closes meanwhile has a higher number, and it polls fewer than that.
+    with limit_descriptors(shim, 8):
+        os.kill(old, signal.SIGKILL)
+        wait_for(lambda: "supervisor cannot be started" in log.read_text() or not is_alive(shim))
+        assert is_alive(shim), log.read_text()
     wait_for(lambda: node.pid("supervisor") != old)
     assert node.watch().read_until("heartbeat")["alive"] == [0, 1]
     assert all(map(is_alive, pids.values()))
