@@ -110,6 +110,16 @@ async def test_a_cancel_waits_until_ranks_that_linger_are_gone(make_rig: MakeRig
         await is_cancelled(rig, job)
 
 
+async def test_ranks_that_a_cancel_stops_are_no_incident(make_rig: MakeRig) -> None:
+    """Their watch most often sees them end before it is cancelled itself."""
+    async with make_rig(Script((Lingers(rank=3, seconds=60),))) as rig:
+        job = await rig.submit(policy({"stop_grace": "1s"}))
+        await job.until_phase(Phase.RUNNING, 1)
+        await job.handle.signal("cancel")
+        result = await job.result()
+        assert (result.phase, result.incidents) == (Phase.CANCELLED, ())
+
+
 async def test_a_cancel_while_a_failed_job_stops_makes_it_cancelled(
     make_rig: MakeRig,
 ) -> None:

@@ -13,7 +13,7 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.activities.reports import WatchReport
     from relaunch.job.diagnose import Fault
     from relaunch.job.drain import drains_at_checkpoint
-    from relaunch.job.events import RanksSucceeded, WorkflowReset
+    from relaunch.job.events import NodeUnreachable, RanksSucceeded, WorkflowReset
     from relaunch.job.state import Phase
     from relaunch.messages.jobs import HintMessage
     from relaunch.workflows.training_job import commands
@@ -22,6 +22,8 @@ with workflow.unsafe.imports_passed_through():
 HINT_TIMEOUT_S = 1.0
 """Seconds that a watch gets to report a hinted change by itself: a probe takes a tenth of one."""
 REPLACE = "replace watches"
+ENDING_PATCH = "no-faults-while-ending"
+"""Recorded by jobs that record no fault of ranks which are stopped because the job ends."""
 RENEW_PATCH = "renew-watches-after-a-question"
 """Recorded by jobs whose watches are replaced when a lost node has answered a question."""
 
@@ -146,7 +148,14 @@ class Watches:
             submission = int(workflow.now().timestamp() * 1000)
             self._session.post(WorkflowReset(max(submission, job.submission + 1)))
             return
-        for event in report.events:
+        events = report.events
+        if job.ending is not None:
+            # What is seen of ranks that are being stopped is no fault. A watch that was cancelled
+            # may have seen it first.
+            kept = tuple(one for one in events if not isinstance(one, Fault | NodeUnreachable))
+            if len(kept) < len(events) and workflow.patched(ENDING_PATCH):
+                events = kept
+        for event in events:
             self._session.post(event)
         if report.all_succeeded and self._has_succeeded(tuple(slot.node for slot in job.slots)):
             self._session.post(RanksSucceeded(job.generation))
