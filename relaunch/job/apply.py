@@ -21,7 +21,7 @@ from relaunch.job.decide import (
     explain_unreachable,
     is_late,
 )
-from relaunch.job.diagnose import Fault, blame_lost_nodes
+from relaunch.job.diagnose import Fault, blame_lost_nodes, is_broken_beside_lost
 from relaunch.job.drain import check_drain_answer, find_drain
 from relaunch.job.events import (
     Answered,
@@ -210,7 +210,13 @@ def _apply_event(
             job = settle_failed_launch(job, event.generation, started=event.started)
             return _apply_fault(job, event, diagnosis, now)
         case FaultObserved() | RanksHung():
-            return _apply_fault(_update_silence(job, event), event, diagnosis, now)
+            return _apply_broken(
+                _apply_fault(_update_silence(job, event), event, diagnosis, now),
+                event,
+                diagnosis,
+                now,
+                rules,
+            )
         case NodeUnreachable():
             return _apply_loss(job, event, now)
         case NodeReturned():
@@ -765,6 +771,16 @@ def _apply_fault(job: JobState, fault: Fault, own: Diagnosis | None, now: dateti
         # A gang that hangs continues when its lost node does; a rank that failed stays failed.
         job = replace(job, deferred_fault=own)
     return open_incident(job, diagnosis, opened, now)
+
+
+def _apply_broken(
+    job: JobState, fault: Fault, own: Diagnosis | None, now: datetime, rules: Rules
+) -> JobState:
+    """Record broken hardware of a node that is not lost, beside the loss of others."""
+    is_known = own is not None and is_broken_beside_lost(job, fault, own)
+    if own is None or not is_known or Rule.BROKEN_BESIDE_LOST not in rules:
+        return job
+    return open_incident(job, own, now, now)
 
 
 def _is_of_last(event: Launched) -> bool:

@@ -19,6 +19,7 @@ from relaunch.job.diagnose import (
     blame_lost_nodes,
     find_highest,
     has_gone_above,
+    is_broken_beside_lost,
 )
 from relaunch.job.drain import (
     check_drain_answer,
@@ -80,6 +81,7 @@ from relaunch.job.state import (
     Phase,
     Recovery,
     Relaunch,
+    Repair,
     Stop,
     Try,
     Wait,
@@ -189,7 +191,10 @@ def _decide(
             return climb(job, Recovery(diagnosis), now, without=event.unreachable)
         case FaultObserved() | RanksHung() | LaunchFailed() | LaunchRefused():
             assert diagnosis is not None, "a fault is diagnosed before it is decided about"
-            return _decide_on_fault(job, blame_lost_nodes(job, event, diagnosis), now)
+            decision = _decide_on_fault(job, blame_lost_nodes(job, event, diagnosis), now)
+            if Rule.BROKEN_BESIDE_LOST in rules and is_broken_beside_lost(job, event, diagnosis):
+                return _leave_broken(job, decision, diagnosis, now)
+            return decision
         case RanksSucceeded():
             return Stop(
                 Phase.SUCCEEDED,
@@ -719,6 +724,23 @@ def _decide_on_higher_token(job: JobState, event: LaunchRefused, now: datetime) 
     )
     reason = f"{claim.node} has seen generation {generation}, so this goes on above it"
     return Relaunch(generation + 1, reason, take=take)
+
+
+def _leave_broken(job: JobState, decision: Decision, broken: Diagnosis, now: datetime) -> Decision:
+    """Return the decision to launch without the lost nodes, and without those that are broken,
+    where the ladder of their own fault would leave or repair them."""
+    own = climb(job, Recovery(broken), now, without=job.lost_names)
+    is_left = isinstance(own, Repair) or (
+        isinstance(own, Relaunch) and set(broken.nodes) <= set(own.without)
+    )
+    if not isinstance(decision, Relaunch) or not is_left:
+        return decision
+    return replace(
+        decision,
+        reason=f"{decision.reason}; {broken.reason}",
+        without=tuple(dict.fromkeys((*decision.without, *broken.nodes))),
+        avoid=own.avoid if isinstance(own, Relaunch) else (),
+    )
 
 
 def _decide_on_fault(job: JobState, diagnosis: Diagnosis, now: datetime) -> Decision:

@@ -237,6 +237,18 @@ def blame_lost_nodes(job: JobState, fault: Fault, diagnosis: Diagnosis) -> Diagn
     )
 
 
+def is_broken_beside_lost(job: JobState, fault: Fault, diagnosis: Diagnosis) -> bool:
+    """Return whether a fault shows broken hardware of a node that is not lost, while others are."""
+    return (
+        bool(job.lost)
+        and isinstance(fault, FaultObserved)
+        and diagnosis.cause in HARDWARE_CAUSES
+        and not diagnosis.by_program
+        and bool(diagnosis.nodes)
+        and not set(diagnosis.nodes) & set(job.lost_names)
+    )
+
+
 def is_root(observation: Observation, known: Catalog | None = None) -> bool:
     """Return whether an observation may be a root cause, not the echo of a failure elsewhere."""
     match observation:

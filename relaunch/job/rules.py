@@ -42,6 +42,8 @@ class Rule(StrEnum):
     user wrote."""
     EARLY_DRAIN = "drain-of-a-granted-node"
     """A request to leave a node counts before the job has taken the node in."""
+    BROKEN_BESIDE_LOST = "broken-beside-a-lost-node"
+    """A node whose hardware is broken is left together with one that is lost."""
 
 
 Rules = tuple[Rule, ...]
@@ -100,9 +102,12 @@ def list_affected(job: JobState, event: Event) -> Rules:
             return (Rule.EARLY_DRAIN,)
         case NodesAcquired() | NodesMissing() if is_asked:
             return (Rule.LATE_GRANT,)
-        case FaultObserved() if may_lack_gpus(job, event):
-            return (Rule.FEWER_GPUS, Rule.OPEN_QUESTION) if is_asked else (Rule.FEWER_GPUS,)
-        case FaultObserved() | RanksHung() | NodeUnreachable() | LaunchFailed() if is_asked:
+        case FaultObserved():
+            missing = (Rule.FEWER_GPUS,) if may_lack_gpus(job, event) else ()
+            broken = (Rule.BROKEN_BESIDE_LOST,) if job.lost else ()
+            asked = (Rule.OPEN_QUESTION,) if is_asked else ()
+            return (*missing, *broken, *asked)
+        case RanksHung() | NodeUnreachable() | LaunchFailed() if is_asked:
             return (Rule.OPEN_QUESTION,)
         case _:
             return ()

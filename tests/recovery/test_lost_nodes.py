@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from relaunch.evidence.causes import Cause
+from relaunch.job.claim import suspects
 from relaunch.job.decide import check_answer
 from relaunch.job.events import (
     Answered,
@@ -23,12 +25,15 @@ from tests.recovery.builders import (
     back,
     describe,
     died,
+    fallen,
     hung,
     lose,
     new_job,
     policy,
     running,
+    sick,
     step,
+    xid,
 )
 
 ASKS_ONLY = [
@@ -145,3 +150,29 @@ def test_a_grant_that_crosses_a_take_over_starts_no_launch(event: Any) -> None:
     job, decision = step(job, event, at(5))
     assert (describe(decision), job.phase) == ("IGNORE", Phase.WAITING_FOR_PERSON)
     assert check_answer(job, "approve", at(6)) == ""
+
+
+def test_a_broken_node_is_left_together_with_a_lost_one() -> None:
+    job = running(nodes=3)
+    job, _ = step(job, lose("n2")(job), at(0))
+    job, decision = step(job, sick(xid(79), node="n1", rank=0)(job), at(30))
+    assert describe(decision) == "REPLACE_NODE without n2 n1 avoiding n1"
+    assert "Xid 79" in decision.reason
+    assert job.incident is not None
+    found = [(one.cause, one.nodes) for one in job.incident.faults]
+    assert found == [(Cause.NODE_LOST, ("n2",)), (Cause.GPU_FATAL, ("n1",))]
+    assert [one.node for one in suspects(job) if one.isolate] == ["n1"]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        pytest.param(died(1, "n1", 0), id="what a program does"),
+        pytest.param(fallen("n1"), id="what its ladder would restart in place"),
+    ],
+)
+def test_only_a_node_that_would_be_left_is_left_with_it(event: Any) -> None:
+    job = running(nodes=3)
+    job, _ = step(job, lose("n2")(job), at(0))
+    _, decision = step(job, event(job), at(30))
+    assert describe(decision) == "REPLACE_NODE without n2"
