@@ -183,3 +183,20 @@ def test_a_closed_terminal_stops_the_ranks_after_a_killed_server(shell: Shell) -
     os.close(master)
     assert process.wait(DEADLINE) == 130
     shell.wait_until_stopped(rank, up)
+
+
+@pytest.mark.long
+def test_all_that_a_rank_of_many_prints_is_printed(shell: Shell) -> None:
+    """40 MB, for which the end of the job is no reason to stop reading."""
+    lines = [f"{number:09d} {'x' * 89}\n" for number in range(1000)]
+    program = "import os, sys\nif os.environ['RANK'] == '0':\n    for number in range(400):\n"
+    program += "        sys.stdout.write(''.join(f'{one:09d} ' + 'x' * 89 + '\\n' "
+    (shell.folder / "train.py").write_text(program + "for one in range(1000)))\n")
+    command = [word.replace("node=1", "node=8") for word in shell.command]
+    done = subprocess.run(
+        command, cwd=shell.folder, env=shell.environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "".join(f"[rank 0] {line}" for line in lines) * 400
+    assert "not printed" not in done.stderr
+    wait_for(lambda: not shell.state.exists(), "the state folder of a success is left")
