@@ -312,14 +312,15 @@ def _share_bytes(most: int, unread: dict[int, int]) -> dict[int, int]:
 
     Args:
         most: Bytes of all logs together.
-        unread: Bytes of each log that were not read, by rank.
+        unread: Bytes of each log that were not read, by rank; negative: it was cut.
     """
-    waiting = sorted((size, rank) for rank, size in unread.items() if size > 0)
+    waiting = sorted((size, rank) for rank, size in unread.items() if size != 0)
     shares = {}
     left = most
     for done, (size, rank) in enumerate(waiting):
-        shares[rank] = max(4, min(size, left // (len(waiting) - done)))
-        left -= shares[rank]
+        # Of a log that is read to its end, an unfinished character is no reason to read again.
+        shares[rank] = max(4, min(size + 4, left // (len(waiting) - done)))
+        left -= max(0, min(size, shares[rank]))
     return shares
 
 

@@ -84,6 +84,14 @@ def test_logs_say_where_they_begin_and_which_are_missing(node: Node) -> None:
     assert read(node)["missing"] == [1]
 
 
+def test_half_a_letter_is_the_end_of_a_log(node: Node) -> None:
+    code = "import os; os.write(1, b'a' * 9 + 'é'.encode()[:1])"
+    node.run(1, python_command(code), ranks=1)
+    wait_for(node.journal)
+    answer = wait_for(lambda: (found := read(node))["ended"] and found)
+    assert [(one["data"], one["next"]) for one in answer["chunks"]] == [("a" * 9 + "\ufffd", 10)]
+
+
 def test_a_log_that_its_rank_cuts_is_read_from_its_begin(node: Node, tmp_path: Path) -> None:
     """As `echo > /dev/stderr` and `tee /dev/stderr` do: the streams of a rank are a file."""
     script = (
