@@ -268,7 +268,7 @@ def read_logs(state: Path, order: Fields, reading: int) -> Json:
     try:
         while True:
             over = _has_ended(generation, ranks)
-            unread = {rank: _count_unread(logs[rank], at) for rank, at in offsets.items()}
+            unread = {rank: _find_size(logs[rank]) - at for rank, at in offsets.items()}
             shares = _share_bytes(most, unread)
             read_chunks = [
                 _read_chunk(logs[rank], rank, offset, shares[rank], over, redactor)
@@ -298,11 +298,6 @@ def read_logs(state: Path, order: Fields, reading: int) -> Json:
     finally:
         if changes is not None:
             changes.close()
-
-
-def _count_unread(log: Path, offset: int) -> int:
-    size = _find_size(log)
-    return size - offset if size >= offset else len(CUT_NOTICE)
 
 
 def _share_bytes(most: int, unread: dict[int, int]) -> dict[int, int]:
