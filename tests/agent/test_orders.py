@@ -519,7 +519,15 @@ def test_a_brief_list_has_little_of_what_is_over(node: Node) -> None:
         expect_done(node.stop(token=over))
     everything = expect_done(node.order("list"))["jobs"]
     assert {one["job"]: len(one["generations"]) for one in everything} == {"j": 4, "over": 2}
-    jobs = {one["job"]: one for one in expect_done(node.order("list", brief=True))["jobs"]}
+
+    def list_briefly() -> dict[str, Any]:
+        return {one["job"]: one for one in expect_done(node.order("list", brief=True))["jobs"]}
+
+    def list_states() -> list[str]:
+        return [one["state"] for job in list_briefly().values() for one in job["generations"]]
+
+    wait_for(lambda: sorted(list_states()) == ["gone", "running"])  # a stop is answered before that
+    jobs = list_briefly()
     (running,), ended = jobs["j"]["generations"], jobs["over"]["generations"]
     assert (running["generation"], running["state"]) == (4, "running")
     assert {str(one["rank"]): one["pid"] for one in running["ranks"]} == pids
@@ -529,6 +537,6 @@ def test_a_brief_list_has_little_of_what_is_over(node: Node) -> None:
     folder = next(path.parent for path in node.state.glob("jobs/*/1-4/started.json"))
     for name in ("order.json", "started.json"):
         shutil.copy(folder / name, folder.with_name("1-2") / name)
-    jobs = {one["job"]: one for one in expect_done(node.order("list", brief=True))["jobs"]}
+    jobs = list_briefly()
     assert [one["state"] for one in jobs["j"]["generations"]] == ["gone", "running"]
     assert {str(one["rank"]): one["pid"] for one in jobs["j"]["generations"][0]["ranks"]} == pids

@@ -18,8 +18,8 @@ from relaunch.temporal import read_start_time
 from tests.console.test_run_alone import Shell, wait_for
 
 HANDLES = """
-import signal, sys
-signal.signal(signal.SIGUSR1, lambda number, frame: print("got it", flush=True))
+import os, signal, sys
+signal.signal(signal.SIGUSR1, lambda number, frame: os.write(1, b"got it\\n"))
 print("ready", flush=True)
 sys.stdin.read()
 """
