@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from real_node import Node
+from real_node import Node, wait_for
 
 from relaunch.backends import local_power
 from tests.doubles.install import build_nvml
@@ -33,6 +34,28 @@ def make_node(tmp_path: Path, agent: Path) -> Iterator[Callable[..., Node]]:
 @pytest.fixture
 def node(make_node: Callable[..., Node]) -> Node:
     return make_node()
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A separate file system, on which a test can block every write, or cause a real error."""
+    image, folder = tmp_path / "disk.img", tmp_path / "disk"
+    folder.mkdir()
+    with image.open("wb") as file:
+        file.truncate(16 * 1024 * 1024)
+    for command in (
+        ["mkfs.ext4", "-q", str(image)],
+        ["mount", "-o", "loop,errors=remount-ro", str(image), str(folder)],
+    ):
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            pytest.skip(f"{command[0]} is not installed")
+        if done.returncode:
+            pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+    yield folder
+    umount = ["umount", str(folder)]
+    wait_for(lambda: subprocess.run(umount, capture_output=True, check=False).returncode == 0)
 
 
 @pytest.fixture(scope="session")

@@ -209,35 +209,6 @@ def test_a_python_without_pidfds_stops_and_fences(node_without_pidfds: Node) -> 
     assert watch.read_observation("ShimDied")
 
 
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A separate file system that can be frozen.
-
-    Every write to it blocks, as on a disk that hangs.
-    """
-    image, folder = tmp_path / "disk.img", tmp_path / "disk"
-    folder.mkdir()
-    with image.open("wb") as file:
-        file.truncate(16 * 1024 * 1024)
-    for command in (
-        ["mkfs.ext4", "-q", str(image)],
-        ["mount", "-o", "loop", str(image), str(folder)],
-    ):
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-        except FileNotFoundError:
-            pytest.skip(f"{command[0]} is not installed")
-        if done.returncode:
-            pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
-    yield folder
-    wait_for(
-        lambda: (
-            subprocess.run(["umount", str(folder)], capture_output=True, check=False).returncode
-            == 0
-        )
-    )
-
-
 @contextmanager
 def frozen(folder: Path) -> Iterator[None]:
     subprocess.run(["fsfreeze", "-f", str(folder)], check=True)

@@ -4,37 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from real_node import Node, is_alive, refusal, wait_for
+from real_node import Node, is_alive, refusal
 
 
 @pytest.fixture
-def node(tmp_path: Path, agent: Path) -> Iterator[Node]:
-    """A node whose state is on a file system of its test, which `fail` makes read-only."""
-    image, folder = tmp_path / "disk.img", tmp_path / "disk"
-    folder.mkdir()
-    with image.open("wb") as file:
-        file.truncate(16 * 1024 * 1024)
-    for command in (
-        ["mkfs.ext4", "-q", str(image)],
-        ["mount", "-o", "loop,errors=remount-ro", str(image), str(folder)],
-    ):
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-        except FileNotFoundError:
-            pytest.skip(f"{command[0]} is not installed")
-        if done.returncode:
-            pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
-    found = Node(folder / "n1", agent)
+def node(disk: Path, agent: Path) -> Iterator[Node]:
+    """A node whose state is on a disk of its test, which `fail` makes read-only."""
+    found = Node(disk / "n1", agent)
     found.state.mkdir(mode=0o700)
     yield found
     found.kill_everything()
-    umount = ["umount", str(folder)]
-    wait_for(lambda: subprocess.run(umount, capture_output=True, check=False).returncode == 0)
 
 
 def fail(node: Node) -> None:
