@@ -36,6 +36,8 @@ from relaunch.activities.launch import MAX_CONCURRENT_CALLS, MAX_GENERATIONS_AHE
 from relaunch.activities.readings import Listing, NodeReader, NodeSnapshot, list_node
 from relaunch.activities.stop import StopRanksInput, send_heartbeats, stop_everywhere
 from relaunch.backends.base import Backend, Fleets, identity
+from relaunch.evidence.catalog import catalog
+from relaunch.evidence.health import read_condition
 from relaunch.generation import Token
 from relaunch.messages.fleets import (
     FleetFile,
@@ -47,7 +49,7 @@ from relaunch.messages.fleets import (
 from relaunch.messages.ids import FLEET_ID_PREFIX, FLEET_PRIORITY, WORKFLOW_ID_PREFIX
 from relaunch.messages.seals import PLAIN_RESULT
 from relaunch.pool.events import FleetFileContent, PreviousRun
-from relaunch.pool.inventory import read_inventory
+from relaunch.pool.inventory import Inventory, read_inventory
 from relaunch.pool.messages import Claim
 from relaunch.pool.nodes import INVENTORY_INTERVAL, MAX_INVENTORIES
 from relaunch.pool.restore import export_state, has_restored
@@ -300,7 +302,11 @@ class FleetActivities:
         seen = await self._read_nodes(backend, input)
         mine = identity(self._client.namespace, input.fleet, backend.server)
         gone = NodeSnapshot(f"fleet file {input.fleet} of this worker does not name it")
-        return tuple(_build_probe(node, seen.get(node, gone), mine) for node in input.nodes)
+        unused = {node: backend.node(node).unused_ports for node in seen if seen[node].was_read}
+        return tuple(
+            _build_probe(node, seen.get(node, gone), mine, unused.get(node, ()))
+            for node in input.nodes
+        )
 
     async def _read_nodes(self, backend: Backend, input: LookInput) -> dict[str, NodeSnapshot]:
         read = frozenset(input.read)
@@ -592,7 +598,9 @@ async def _ask_each(
     return dict(zip(nodes, await asyncio.gather(*(one(node) for node in nodes)), strict=True))
 
 
-def _build_probe(node: str, seen: NodeSnapshot, mine: str) -> NodeProbe:
+def _build_probe(
+    node: str, seen: NodeSnapshot, mine: str, unused_ports: Sequence[str]
+) -> NodeProbe:
     listing = seen.listing
     if isinstance(listing, str):
         return NodeProbe(node, silent=listing or "no answer")
@@ -628,7 +636,7 @@ def _build_probe(node: str, seen: NodeSnapshot, mine: str) -> NodeProbe:
         boot_id=_shorten_boot_id(str(listing.get("boot_id") or "")),
         busy=by or next(iter(others), ""),
         generations=tuple(living),
-        inventory=read_inventory(seen.gpus) if seen.was_read else None,
+        inventory=_build_inventory(seen.reading, unused_ports) if seen.was_read else None,
         inventory_age=seen.age,
         inventory_pending=seen.unread,
         warm=tuple(
@@ -636,6 +644,11 @@ def _build_probe(node: str, seen: NodeSnapshot, mine: str) -> NodeProbe:
             for row in listing.get("warm", ())
         ),
     )
+
+
+def _build_inventory(reading: Mapping[str, Any], unused_ports: Sequence[str]) -> Inventory:
+    found = read_condition({**reading, "unused_ports": list(unused_ports)}, catalog())
+    return read_inventory(reading.get("gpus"), found.fault, found.reset_wanted)
 
 
 def _shorten_boot_id(boot_id: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -29,8 +29,8 @@ Listing = Mapping[str, Any] | str
 @dataclass(frozen=True, slots=True)
 class NodeSnapshot:
     listing: Listing
-    gpus: object = None
-    """The reading of its GPUs."""
+    reading: Mapping[str, Any] = field(default_factory=dict)
+    """Its answer with the reading of its GPUs, its disk and its network ports."""
     age: timedelta = timedelta(0)
     was_read: bool = False
     unread: bool = False
@@ -76,9 +76,7 @@ class NodeReader:
         if isinstance(read, str) or ("gpus" not in read and read.get("held") is not None):
             return NodeSnapshot(listing)
         age = 0.0 if reading.ended is None else asyncio.get_running_loop().time() - reading.ended
-        return NodeSnapshot(
-            listing, read.get("gpus"), timedelta(seconds=int(max(0.0, age))), was_read=True
-        )
+        return NodeSnapshot(listing, read, timedelta(seconds=int(max(0.0, age))), was_read=True)
 
 
 async def list_node(backend: Backend, node: str, gpus: bool = False) -> Listing:

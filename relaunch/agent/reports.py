@@ -9,7 +9,7 @@ from pathlib import Path
 
 from relaunch.agent import processes
 from relaunch.agent.file_changes import FileChanges
-from relaunch.agent.node import gpu_users, gpus, hold, reboots
+from relaunch.agent.node import hold, probe, reboots
 from relaunch.agent.protocol import VERSION, Fields, Json, Refusal, refuse_field
 from relaunch.agent.ranks import journal, log_times, retention, standby
 from relaunch.agent.ranks.redact import Redactor
@@ -45,7 +45,8 @@ def _derive_state(generation: Generation) -> str:
 def list_jobs(state: Path, order: Fields) -> Json:
     """Return the generations on this node.
 
-    With `gpus`, the answer also has what NVML reports about the GPUs and which processes use them.
+    With `gpus`, the answer also has what condemns the node: its GPUs and which processes use them,
+    its disk and its network ports.
     With `brief`, of the generations that are over only the newest of each job and fleet, without
     its ranks: a node may have thousands of them.
     """
@@ -106,7 +107,7 @@ def list_jobs(state: Path, order: Fields) -> Json:
         or reboots.read_current(state) is not None
     ):
         return answer
-    return {**answer, "gpus": gpu_users.add_owners(state, gpus.read(state, inventory_only=True))}
+    return {**answer, **probe.look_at_hardware(state)}
 
 
 def find_generation(state: Path, order: Fields) -> tuple[Generation, list[int]]:

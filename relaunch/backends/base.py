@@ -327,9 +327,9 @@ class Backend(Protocol):
     async def list(self, node: str, gpus: bool = False) -> Mapping[str, Any]:
         """Ask which generations are alive there, and which was the newest of each job.
 
-        With `gpus`, ask also for its GPUs and the processes on them, in the form of `probe`. That
-        costs the node a process, and some ten seconds if a driver hangs. It is skipped while the
-        node is held.
+        With `gpus`, ask also for its GPUs and the processes on them, its disk and its network
+        ports, in the form of `probe`. That costs the node a process, and some ten seconds if a
+        driver hangs. It is skipped while the node is held.
         """
         ...
 

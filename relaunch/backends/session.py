@@ -42,7 +42,7 @@ from relaunch.spec.job import OutputStream
 ANSWER_TIMEOUT = 5.0
 """Seconds for an answer that needs no waiting on the node; an unloaded node needs some
 milliseconds."""
-GPU_READ_TIMEOUT = 14.0
+GPU_READ_TIMEOUT = 16.0
 """Seconds for a `list` with GPUs: the agent gives NVML ten, then kills the process, then looks up
 user names."""
 SEND_TIMEOUT = 30.0

@@ -36,11 +36,11 @@ def remarks(record: NodeRecord) -> list[str]:
     """Return why some GPUs of the node are not given to jobs, one remark per reason."""
     if record.inventory is None or not record.spec.gpus:
         return []
-    if record.inventory.unreadable:
-        return [f"GPUs unreadable: {record.inventory.unreadable}"]
     # A suspect node has this as its reason already.
-    lacks = record.missing_gpus if record.status is NodeStatus.IN_SERVICE else ""
-    return [part for part in (lacks, describe_uses(record.foreign_processes)) if part]
+    told = record.remarks if record.status is NodeStatus.IN_SERVICE else ()
+    if record.inventory.unreadable and not record.fault:
+        told = (*told, f"GPUs unreadable: {record.inventory.unreadable}")
+    return [part for part in (*told, describe_uses(record.foreign_processes)) if part]
 
 
 def as_json(record: NodeRecord, iso: str | None) -> dict[str, Any] | None:
@@ -57,6 +57,8 @@ def as_json(record: NodeRecord, iso: str | None) -> dict[str, Any] | None:
         "nvml": found.nvml,
         "used": [{"gpus": list(use.gpus), "who": use.who} for use in found.used],
         "lost": list(found.lost),
+        "fault": found.fault or None,
+        "reset_wanted": found.reset_wanted or None,
         "unreadable": found.unreadable or None,
         "read_at": iso,
     }

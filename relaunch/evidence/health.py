@@ -17,7 +17,7 @@ from relaunch.evidence.causes import HARDWARE_CAUSES, Cause
 from relaunch.evidence.dcgm import Examination, read_diag
 from relaunch.evidence.fields import count, fields, moment, text, unreadable
 from relaunch.evidence.findings import Finding, Role, Verdict
-from relaunch.evidence.links import read_links
+from relaunch.evidence.links import PRESENT_LINK_FAULTS, read_links
 from relaunch.evidence.node_readings import (
     CLOCK_NAMED,
     CLOCK_SHOWN,
@@ -29,7 +29,7 @@ from relaunch.evidence.node_readings import (
     read_memory,
     seconds,
 )
-from relaunch.evidence.nvml import bus_id, read_gpus
+from relaunch.evidence.nvml import LOST, bus_id, read_gpus
 from relaunch.text import count_noun, join_clauses
 
 __all__ = [
@@ -38,10 +38,12 @@ __all__ = [
     "LONGEST_ID",
     "MAX_FINDINGS",
     "SICK",
+    "Condition",
     "Health",
     "Reboot",
     "add_diag",
     "clock_offset",
+    "read_condition",
     "read_health",
 ]
 
@@ -63,6 +65,11 @@ MAX_NAMED = 8
 """Maximum number of named users of a node; the others are counted."""
 MAX_REBOOTS = 20
 """Maximum number of entries of a node's reboot journal, the newest: as many as agents send."""
+
+RESET_ONLY = ("row remap pending", "page retirement pending")
+"""Findings about a GPU that works: new programs may be started on it, and the reset is for when
+it is free. https://docs.nvidia.com/deploy/a100-gpu-mem-error-mgmt/, "Error Recovery and Response
+Flags"."""
 
 _ROLES = tuple(Role)
 _BOOT_ID = re.compile(r"[!-~]{1,128}")
@@ -155,6 +162,51 @@ def read_health(
     if expected_gpus and level:
         health = replace(health, unread=(*health.unread, NOT_DIAGNOSED))
     return _judge(health)
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """What a look at a node, without a job's fault, says about it."""
+
+    fault: str = ""
+    """Why it is not fit for jobs; empty: nothing is known to be wrong with it."""
+    reset_wanted: str = ""
+    """Why its GPUs should be reset, although they work."""
+
+
+def read_condition(answer: Mapping[str, Any], catalog: Catalog) -> Condition:
+    """Return what a node's look at itself shows, by the rules of an examination.
+
+    Only what is so now counts. What is of the past (the kernel log, links that were lost, errors
+    that were counted) was judged with the job of its time. What could not be read is no fault here.
+    GPUs that are lost or missing are left out, because the inventory has them; and Ethernet ports,
+    because one of two may be down for hours, on all nodes, and no job notices.
+
+    Args:
+        answer: The node's answer to `list` with `gpus`; from an older agent it has GPUs only.
+        catalog: The catalog.
+    """
+    links = fields(answer.get("links")) or {}
+    ports = links.get("ports")
+    rdma = [
+        row
+        for row in (ports if isinstance(ports, list) else ())
+        if isinstance(row, Mapping) and row.get("kind") == "rdma"
+    ]
+    findings = (
+        *(one for one in read_gpus(answer.get("gpus"), 0, catalog).findings if one.code != LOST),
+        *read_disks(answer, catalog)[0],
+        *(
+            one
+            for one in read_links({**answer, "links": {"ports": rdma}}).findings
+            if one.code in PRESENT_LINK_FAULTS
+        ),
+    )
+    sick = [one for one in sorted(findings, key=_rank_gravity) if _is_sick(one)]
+    return Condition(
+        text(_join_clauses([one.reason for one in sick if one.code not in RESET_ONLY])),
+        text(_join_clauses([one.reason for one in sick if one.code in RESET_ONLY])),
+    )
 
 
 def add_diag(health: Health, diag: Mapping[str, Any], *, level: int, catalog: Catalog) -> Health:

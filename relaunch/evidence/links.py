@@ -43,6 +43,8 @@ specification allows; the others grow only when the card's own threshold was exc
 SHOWN_ERRORS = ("link_error_recovery", "port_rcv_errors")
 LINK_FAULTS = ("port down", "port slow", "port flaps", "port errors", "network card missing")
 """Of findings that say that a link or a card is at fault."""
+PRESENT_LINK_FAULTS = ("port down", "port slow", "network card missing")
+"""Those of them that are so now, and do not count what has happened."""
 WAITING = ("INIT", "ARMED")
 """The port has a link and waits for the subnet manager."""
 

@@ -19,6 +19,8 @@ NOT_SUPPORTED = "NOT_SUPPORTED"
 """NVML's code for a feature that this GPU does not have, so that no reading is missing."""
 NVML_HANGS = "NVML hangs"
 """Code of the finding that NVML was asked and gave no answer, as where a GPU's firmware hangs."""
+LOST = "GPU lost"
+"""Code of the finding that a GPU has fallen off the bus."""
 VERSION_MISMATCH = "LIB_RM_VERSION_MISMATCH"
 """NVML's code where the node's own driver libraries and its kernel module are of two versions.
 
@@ -140,7 +142,7 @@ class _Gpu:
         self.name = f"GPU {short(self.bus)}" if self.bus else f"GPU {self.index}"
         if "lost" in row:
             self._add_finding(
-                "GPU lost",
+                LOST,
                 Role.ROOT,
                 f"is lost: {text(row['lost']) or 'no reason given'}",
                 Cause.GPU_FATAL,

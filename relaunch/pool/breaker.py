@@ -12,6 +12,7 @@ from datetime import datetime, timedelta
 
 from relaunch.access.orders import REPAIR_PROOF_LIFETIME, UsedProof
 from relaunch.evidence.fields import text
+from relaunch.pool.claims import RELAUNCH
 from relaunch.pool.drains import drain_shared_node, find_sharers, why_in_use
 from relaunch.pool.events import (
     PauseCommand,
@@ -25,6 +26,7 @@ from relaunch.pool.nodes import (
     add_notice,
     find_node,
     is_awaiting,
+    is_idle,
     is_out,
     is_released_since,
     list_recent_repairs,
@@ -33,6 +35,7 @@ from relaunch.pool.nodes import (
 )
 from relaunch.pool.restore import is_restoring
 from relaunch.pool.state import Breaker, FleetState, NodeRecord, NodeStatus, PermitRecord
+from relaunch.pool.status import set_status
 from relaunch.text import format_time, join_names
 
 REBOOT_WINDOW = timedelta(hours=1)
@@ -276,6 +279,34 @@ def is_silent_since_reboot(record: NodeRecord) -> bool:
 
 
 # --- new repairs
+
+
+def suspect_node_to_reset(
+    state: FleetState, now: datetime, notable: Sequence[NodeRecord]
+) -> FleetState:
+    """Make one unused node a suspect whose GPUs work and should be reset.
+
+    This can wait, so it is done without a person or not at all: one node after the other, while
+    relaunch has no other node out of service and no job waits for nodes. A node that could not be
+    reset is so the last one until a person has looked.
+    """
+    wanting = [node for node in notable if node.reset_wanted and not node.is_fault_unconfirmed]
+    if not wanting or state.repairs != "act" or not may_repair(state) or not state.is_probed:
+        return state
+    if is_awaiting(state, now) or is_restoring(state, now):
+        return state
+    if any(is_out(node) or node.repair for node in notable):
+        return state
+    if any(record.is_waiting for record in state.claims):
+        return state
+    held = {place.node for record in state.claims for place in record.places}
+    node = next((node for node in wanting if is_idle(node, held)), None)
+    if node is None:
+        return state
+    return put_node(
+        state,
+        set_status(node, NodeStatus.SUSPECT, now, reason=node.reset_wanted, by=RELAUNCH, end=""),
+    )
 
 
 def start_repairs(

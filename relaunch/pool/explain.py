@@ -181,8 +181,8 @@ class Explainer:
                 out.append(f"{node.name} is {node.status} ({text(node.reason, 80)})")
             elif node.probe is not None and node.probe.silent:
                 silent.append(f"{node.name} does not answer ({text(node.probe.silent, 80)})")
-            elif node.missing_gpus:
-                blocked.append(f"{node.name}: {node.missing_gpus}")
+            elif node.fault:
+                blocked.append(f"{node.name}: {node.fault}")
             elif processes := use.blocking_processes(shape.gpus):
                 blocked.append(f"{node.name}: {text(describe_uses(processes), 160)}")
             elif not use.holders and (why := _why_blocked(node)):

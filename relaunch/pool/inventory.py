@@ -1,7 +1,7 @@
-"""Read what NVML reports of a node's GPUs: which there are, and which foreign processes use them.
+"""Read what a node reports of itself: its GPUs, the foreign processes on them, and what is wrong.
 
-Reports facts and condemns no node. Processes that relaunch runs are not foreign. A GPU that could
-not be read counts as neither free nor used, neither present nor lost.
+Processes that relaunch runs are not foreign. A GPU that could not be read counts as neither free
+nor used, neither present nor lost.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from relaunch.text import join_names
 MAX_NAMED = 3
 """Users and lost GPUs that are named; the rest is counted. A fleet keeps this for 2,048 nodes, and
 continues as new with less than 2 MiB."""
+MAX_FAULT = 160
+"""Characters of what is wrong with a node."""
 MPS_SERVER = "nvidia-cuda-mps-server"
 """NVIDIA's Multi-Process Service. It stays after its clients have gone, and NVML lists the clients
 beside it."""
@@ -51,14 +53,28 @@ class Inventory:
     """Bus ids, or `GPU 3` where the bus id could not be read either."""
     unreadable: str = ""
     """Why nothing could be read; empty if it was."""
+    fault: str = ""
+    """Why the node is not fit for jobs, apart from GPUs that are lost or missing."""
+    reset_wanted: str = ""
+    """Why its GPUs should be reset when they are free, although they work."""
 
 
-def read_inventory(answer: object) -> Inventory:
-    """Read the `gpus` of a node's answer to `list`, or to a probe."""
+def read_inventory(answer: object, fault: str = "", reset_wanted: str = "") -> Inventory:
+    """Read the `gpus` of a node's answer to `list`, or to a probe.
+
+    Args:
+        answer: It.
+        fault: What `evidence.health.read_condition` found in the whole answer.
+        reset_wanted: The same.
+    """
     reading = fields(answer)
     rows = reading.get("gpus") if reading is not None else None
     if reading is None or not isinstance(rows, list) or len(rows) > MOST_GPUS:
-        return Inventory(unreadable=unreadable(answer if reading is None else rows))
+        return Inventory(
+            unreadable=unreadable(answer if reading is None else rows),
+            fault=text(fault, MAX_FAULT),
+            reset_wanted=text(reset_wanted, MAX_FAULT),
+        )
     models: dict[str, None] = {}
     totals: list[int] = []
     memory_used: list[int] = []
@@ -87,6 +103,8 @@ def read_inventory(answer: object) -> Inventory:
         nvml=text(reading.get("nvml"), 40),
         used=_uses(foreign_processes),
         lost=tuple(lost),
+        fault=text(fault, MAX_FAULT),
+        reset_wanted=text(reset_wanted, MAX_FAULT),
     )
 
 

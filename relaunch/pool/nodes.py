@@ -24,6 +24,7 @@ from relaunch.pool.events import (
     RepairResult,
     RepairStart,
 )
+from relaunch.pool.inventory import Inventory
 from relaunch.pool.messages import DrainRequest, Healing
 from relaunch.pool.state import (
     FleetState,
@@ -256,7 +257,7 @@ def _record_probe(record: NodeRecord, probe: NodeProbe | None, now: datetime) ->
     if probe is None:
         return record
     if probe.inventory is not None:
-        record = replace(record, inventory=probe.inventory, inventory_at=now - probe.inventory_age)
+        record = _record_inventory(record, probe.inventory, now - probe.inventory_age)
     probe = replace(probe, inventory=None, inventory_age=timedelta(0))
     record = replace(
         record,
@@ -271,6 +272,22 @@ def _record_probe(record: NodeRecord, probe: NodeProbe | None, now: datetime) ->
     )
 
 
+def shows_fault(inventory: Inventory | None) -> bool:
+    return inventory is not None and bool(inventory.fault or inventory.reset_wanted)
+
+
+def _record_inventory(record: NodeRecord, inventory: Inventory, at: datetime) -> NodeRecord:
+    is_faulty = shows_fault(inventory)
+    was_faulty = record.inventory_at is not None and record.fault_since is not None
+    return replace(
+        record,
+        inventory=inventory,
+        inventory_at=at,
+        fault_since=(record.fault_since if was_faulty else at) if is_faulty else None,
+        is_vouched_for=record.is_vouched_for and is_faulty,
+    )
+
+
 def _last_generations(record: NodeRecord) -> tuple[LiveGeneration, ...]:
     return (
         record.last_generations
@@ -279,30 +296,32 @@ def _last_generations(record: NodeRecord) -> tuple[LiveGeneration, ...]:
     )
 
 
-def suspect_incomplete_nodes(
+def suspect_faulty_nodes(
     state: FleetState, now: datetime, notable: Sequence[NodeRecord]
 ) -> FleetState:
-    """Make nodes that lack GPUs suspects, once they are unused.
+    """Make nodes that lack GPUs, or have a fault by their own account, suspects once unused.
 
-    A node in use is left to the fault handling of its job.
+    A node in use is left to the fault handling of its job. Until a second reading has confirmed a
+    fault, the node is only not granted.
     """
-    if (
-        not state.is_probed
-        or is_awaiting(state, now)
-        or not any(node.missing_gpus for node in notable)
-    ):
+    if not state.is_probed or is_awaiting(state, now) or not any(node.fault for node in notable):
         return state
     held = {place.node for record in state.claims for place in record.places}
     nodes = (
-        set_status(node, NodeStatus.SUSPECT, now, reason=node.missing_gpus, by=RELAUNCH, end="")
-        if _is_idle(node, held) and node.missing_gpus
+        set_status(node, NodeStatus.SUSPECT, now, reason=node.fault, by=RELAUNCH, end="")
+        if _is_proven_faulty(node) and is_idle(node, held)
         else node
         for node in state.nodes
     )
     return replace(state, nodes=tuple(nodes))
 
 
-def _is_idle(record: NodeRecord, held: set[str]) -> bool:
+def _is_proven_faulty(record: NodeRecord) -> bool:
+    return bool(record.missing_gpus or (record.fault and not record.is_fault_unconfirmed))
+
+
+def is_idle(record: NodeRecord, held: set[str]) -> bool:
+    """Return whether a node in service can be examined now. `held` has the nodes that jobs have."""
     if (
         record.status is not NodeStatus.IN_SERVICE
         or record.repair
@@ -532,6 +551,7 @@ def release_node(state: FleetState, fact: ReleaseCommand, now: datetime) -> Flee
     record = replace(
         put_in_service(record, now, f"{by} released it: {reason}"),
         inventory_at=None,
+        is_vouched_for=shows_fault(record.inventory),
         cleared_at=now,
         released_at=now,
     )

@@ -199,7 +199,7 @@ class NodeUse:
             and record.drain is None
             and not record.is_removed
             and not record.repair
-            and not record.missing_gpus
+            and not record.fault
         )
 
     def is_eventual(self, now: datetime) -> bool:
@@ -827,7 +827,7 @@ def is_notable(record: NodeRecord) -> bool:
         or record.drain is not None
         or record.repair_drain is not None
         or (inventory is not None and bool(inventory.used or inventory.unreadable))
-        or bool(record.missing_gpus)
+        or bool(record.remarks)
     )
 
 

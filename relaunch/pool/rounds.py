@@ -70,7 +70,7 @@ def _know(use: NodeUse, now: datetime, digests: Digests) -> KnownNode:
     return KnownNode(
         record.name,
         "" if is_open else probe,
-        "" if record.inventory_at is None else inventory,
+        "" if record.inventory_at is None or record.is_fault_unconfirmed else inventory,
         read_in,
     )
 

@@ -208,7 +208,7 @@ class Scheduler:
 
         # New suspects come before the breaker, which counts them. While it is open, the passes
         # below neither repair nor grant.
-        state = nodes.suspect_incomplete_nodes(state, now, notable())
+        state = nodes.suspect_faulty_nodes(state, now, notable())
         state = breaker.open_if_too_many_out(state, now, notable())
 
         # Needs nothing and hinders nothing: a job with a number that is too low has to submit
@@ -222,6 +222,7 @@ class Scheduler:
         state = breaker.open_if_too_many_out(state, now, notable())
         orders += permits
         # Repairs come before grants: an unused suspect is repaired now, and is no node to wait for.
+        state = breaker.suspect_node_to_reset(state, now, notable())
         state, repairs = breaker.start_repairs(state, now, notable())
         orders += repairs
         # A suspect that jobs share is drained first. After the repairs, so that only suspects are

@@ -72,6 +72,11 @@ class NodeProbe:
     """Only in the answer to a person: a fleet does not keep it, and its changes are no news."""
 
 
+FAULT_LASTS = timedelta(minutes=4)
+"""How far apart two readings are that confirm a fault: they are made every five minutes, and a
+switch that restarts, or a disk that is cleaned up, needs less."""
+
+
 class NodeStatus(StrEnum):
     """Whether a node may be granted to jobs. Whether it answers and which jobs use it is recorded
     elsewhere."""
@@ -134,6 +139,12 @@ class NodeRecord:
     """Inventory of its GPUs, as last read."""
     inventory_at: datetime | None = None
     """When the inventory was read; None: never, or before something was done to the node."""
+    fault_since: datetime | None = None
+    """When the fault that the inventory shows was first read; None: it shows none. Not of missing
+    GPUs."""
+    is_vouched_for: bool = False
+    """A person has released the node with the fault that it showed, and it has not read as sound
+    since."""
     silent_since: datetime | None = None
     repair: str = ""
     """The repair under way, by any order: its workflow's id and run, `repair/gpus/n2/RUN`; without
@@ -205,6 +216,42 @@ class NodeRecord:
             shortage(self.inventory, self.spec.gpus)
             if self.inventory and self.inventory_at and self.spec.gpus
             else ""
+        )
+
+    @property
+    def fault(self) -> str:
+        """What makes the node unfit for jobs by its own account, in words; empty if nothing is
+        known, or a person has vouched for the node."""
+        return self.missing_gpus or ("" if self.is_vouched_for else self._shown_fault)
+
+    @property
+    def reset_wanted(self) -> str:
+        """Why its GPUs should be reset when they are free, in words; empty as `fault`."""
+        is_valid = self.inventory and self.inventory_at and not self.is_vouched_for
+        return self.inventory.reset_wanted if self.inventory and is_valid else ""
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What the node shows of itself while it is in service, for people."""
+        if not self.inventory or not self.inventory_at:
+            return ()
+        shown = (self._shown_fault, self.inventory.reset_wanted)
+        vouched = " (a person has vouched for it)" if self.is_vouched_for else ""
+        return tuple(
+            one for one in (self.missing_gpus, *(f"{one}{vouched}" for one in shown if one)) if one
+        )
+
+    @property
+    def _shown_fault(self) -> str:
+        return self.inventory.fault if self.inventory and self.inventory_at else ""
+
+    @property
+    def is_fault_unconfirmed(self) -> bool:
+        """Whether a fault was read once, and another reading has to confirm it."""
+        return (
+            self.fault_since is not None
+            and self.inventory_at is not None
+            and self.inventory_at - self.fault_since < FAULT_LASTS
         )
 
 

@@ -69,4 +69,7 @@ def node_state(record: NodeRecord, here: Sequence[Tenant]) -> str:
         return "repairing"
     if record.probe is None or record.probe.silent:
         return "silent"
-    return "held" if record.probe.busy else "busy" if jobs_on(here) else "free"
+    if record.probe.busy:
+        return "held"
+    # One with a fault that is not confirmed yet, or beside a foreign process: it is not granted.
+    return "busy" if jobs_on(here) else "suspect" if record.fault else "free"

@@ -293,6 +293,33 @@ async def test_s2_10_gpus_are_read_with_a_look_where_that_is_wanted() -> None:
     assert "no answer" in looks["n2"].silent
 
 
+async def test_a_look_tells_what_makes_a_node_unfit(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = stand(RUNS)
+    spec = fleet_of(3, gpus=2)
+    last = spec.nodes[2].model_copy(update={"unused_ports": ("mlx5_0",)})
+    fleet.fleets.known = spec = spec.model_copy(update={"nodes": (*spec.nodes[:2], last)})
+    sick = Script((Sick(node="n1", disk_read_only=True), Sick(node="n1", remap_pending=1)))
+    fleet.fleets.simulated = fleet.backend = SimulatedBackend(spec, sick)
+    listed = fleet.backend.list
+    gone = {
+        **{"name": "mlx5_0 port 1", "kind": "rdma", "model": "MT", "place": "0/1", "gone": True},
+        "before": {"ago": 60, "rate": 400.0},
+    }
+
+    async def list_without_card(node: str, gpus: bool = False) -> Any:
+        answer = await listed(node, gpus)
+        return {**answer, "links": {"ports": [gone]}} if gpus and node != "n1" else answer
+
+    monkeypatch.setattr(fleet.backend, "list", list_without_card)
+    looks = await read_gpus(of(fleet)[0], "n1", "n2", "n3")
+    first, second, third = (looks[node].inventory for node in ("n1", "n2", "n3"))
+    assert first is not None and second is not None and third is not None
+    assert "cannot be written to: it is mounted read-only" in first.fault
+    assert "waits for a reset to be remapped" in first.reset_wanted
+    assert "mlx5_0 port 1 is not there" in second.fault and not second.reset_wanted
+    assert (third.fault, third.reset_wanted) == ("", ""), "the fleet file calls it unused"
+
+
 async def test_gpus_of_a_busy_node_are_not_read() -> None:
     fleet = stand()
     with_gpus(fleet, Takes(node="n2", command="diagnose", seconds=600.0))

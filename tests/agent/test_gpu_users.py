@@ -64,7 +64,13 @@ def test_s2_10_a_look_reports_gpus_only_when_asked_to(look: Look, node: Node) ->
         "name": "NVIDIA Fake H100",
         "memory": {"total": 80 << 30, "used": 1 << 30},
         "processes": [],
+        "remapped": {"correctable": 0, "uncorrectable": 0, "pending": False, "failed": False},
+        "retired_pending": False,
+        "recovery_action": 0,
     }
+    (disk,) = answer["disks"]
+    assert disk["writable"] is True and disk["path"] == str(node.state)
+    assert "ports" in answer["links"]
     assert "gpus" not in expect_done(node.order("list"))
     assert refusal(node.order("list", gpus="yes")) == "bad_order"
 

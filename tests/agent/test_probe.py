@@ -105,7 +105,7 @@ def test_a_disk_that_does_not_answer_costs_its_share_of_the_time(
 ) -> None:
     monkeypatch.setattr(probe, "_test_write", lambda folder: time.sleep(100))
     began = time.monotonic()
-    rows = probe._check_disks(tmp_path, 0.3)
+    rows = probe._check_disks((tmp_path,), 0.3)
     assert time.monotonic() - began < 30
     assert rows[0]["writable"] is False and "within 0.3 s" in rows[0]["reason"]
 

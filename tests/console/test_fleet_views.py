@@ -521,6 +521,8 @@ def test_the_inventory_is_json_and_null_before_the_first_reading() -> None:
         "nvml": "13.570",
         "used": [{"gpus": [2, 3], "who": READ.used[0].who}],
         "lost": ["a"],
+        "fault": None,
+        "reset_wanted": None,
         "unreadable": None,
         "read_at": "2026-03-01T11:59:48Z",
     }

@@ -5,6 +5,7 @@ Real agents and processes, NVML's own bindings; doubles of NVIDIA's programs.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from collections.abc import AsyncIterator
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from relaunch.pool.nodes import PROBE_LIFETIME
 from tests.chaos.world import FLEET, Job, World, chaos_policy, eventually
 from tests.doubles.cards import H100, Cards, write
 from tests.doubles.install import build_nvml, calls, install_nvml, install_tool
@@ -112,6 +114,29 @@ async def test_s1_3_s1_5_s1_6_a_sick_node_is_rebooted_once_and_proven(
     assert [words[:3] for words in calls(world.node(node) / "bin", "dcgmi")] == [
         ["diag", "-r", "2"]
     ] * 2, "before and after"
+    await world.tidy(job)
+
+
+async def test_a_node_that_says_it_is_unfit_is_granted_to_no_job(world: World) -> None:
+    unfit, *others = world.names
+    (world.node(unfit) / "lib" / "nvml.txt").write_text(ONE_GPU + "recovery 0 1\n")
+    await asyncio.sleep(PROBE_LIFETIME.total_seconds() + 1)  # what was read before counts no more
+    job = await world.submit(nodes=len(others), policy=chaos_policy(hang={}))
+    await job.until_phase("RUNNING", generation=1)
+    assert sorted(slot.node for slot in (await job.state()).slots) == sorted(others)
+    status, text = await starter(world, "nodes", "list", "--fleet", FLEET, "--json")
+    found = next(one for one in json.loads(text) if one["name"] == unfit)
+    assert (status, found["state"]) == (0, "suspect"), text
+    assert "the driver asks for a reset of the GPU" in found["inventory"]["fault"]
+    status, text = await starter(world, "nodes", "list", "--fleet", FLEET)
+    assert "asks for a reset of the GPU" in text
+    larger = await world.submit(nodes=1, policy=chaos_policy(hang={}))
+    await larger.until_phase("QUEUED")
+    (world.node(unfit) / "lib" / "nvml.txt").write_text(ONE_GPU)
+    await starter(world, "nodes", "release", unfit, "--fleet", FLEET, "--reason", "it was reset")
+    await larger.until_phase("RUNNING", generation=1)
+    assert [slot.node for slot in (await larger.state()).slots] == [unfit]
+    await world.tidy(larger)
     await world.tidy(job)
 
 

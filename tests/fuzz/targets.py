@@ -74,7 +74,7 @@ from relaunch.encryption import (
 from relaunch.evidence.catalog import catalog
 from relaunch.evidence.dcgm import read_diag
 from relaunch.evidence.flight import parse_flight
-from relaunch.evidence.health import read_health
+from relaunch.evidence.health import read_condition, read_health
 from relaunch.evidence.kernel_log import read_kernel_log
 from relaunch.evidence.last_words import find_last_words
 from relaunch.evidence.links import read_links
@@ -842,7 +842,11 @@ def check_probe(facts: Any) -> None:
     health = bounded(
         size, lambda: read_health(facts, None, expected_gpus=8, level=0, catalog=catalog())
     )
-    for reason in (health.reason, *(one.reason for one in health.findings)):
+    condition = bounded(size, lambda: read_condition(facts, catalog()))
+    for reason in (
+        *(health.reason, condition.fault, condition.reset_wanted),
+        *(one.reason for one in health.findings),
+    ):
         expect_text(reason, is_line=True)
 
 

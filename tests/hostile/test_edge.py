@@ -99,7 +99,23 @@ LISTED = {
     "gpus": {
         "driver": "570",
         "nvml": "12",
-        "gpus": [{"index": 0, "name": "H100", "memory": {"total": 80, "used": 1}, "processes": []}],
+        "gpus": [
+            {
+                **{"index": 0, "name": "H100", "bus_id": "0000:05:00.0", "recovery_action": 1},
+                **{"memory": {"total": 80, "used": 1}, "processes": []},
+                **{"remapped": {"pending": True, "failed": True}, "retired_pending": True},
+            }
+        ],
+    },
+    "disks": [{"path": "/s", "free": 0, "inodes_free": 9, "writable": False, "reason": "r"}],
+    "links": {
+        "ports": [
+            {
+                **{"name": "mlx5_0 port 1", "kind": "rdma", "model": "m", "place": "0/1"},
+                **{"state": "DOWN", "rate": 400.0, "enabled": True, "counters": {}},
+                "before": {"ago": 9, "rate": 400.0, "counters": {}, "seconds": 9},
+            }
+        ]
     },
 }
 PREPARED = {
@@ -185,7 +201,7 @@ def look(answer: object) -> None:
     listed = parse_list("n2", answer)
     cross(
         _build_probe(
-            "n2", NodeSnapshot(listed, listed.get("gpus"), was_read=True), "default/default"
+            "n2", NodeSnapshot(listed, listed, was_read=True), "default/default", ("eno2",)
         ),
         NodeProbe,
     )

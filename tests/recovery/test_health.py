@@ -19,7 +19,14 @@ from relaunch.evidence.catalog.overrides import CatalogOverrides
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.fields import LONGEST, last_line, text
 from relaunch.evidence.findings import Role, Verdict
-from relaunch.evidence.health import MAX_FINDINGS, Health, add_diag, read_health
+from relaunch.evidence.health import (
+    MAX_FINDINGS,
+    Condition,
+    Health,
+    add_diag,
+    read_condition,
+    read_health,
+)
 from relaunch.evidence.nvml import bus_id, short
 from tests.recovery.generated import searched
 from tests.recovery.nodes import (
@@ -789,3 +796,85 @@ def test_a_driver_that_nvml_does_not_match_is_a_node_fault() -> None:
     assert [(found.code, found.cause) for found in health.findings] == [
         ("driver-mismatch", Cause.NODE_FAULT)
     ]
+
+
+# --- a look at a node, without a job's fault
+
+
+DOWN = [
+    {
+        **{"name": f"mlx5_{index} port 1", "kind": "rdma", "model": "MT_1", "place": "0/1"},
+        **{"state": "DOWN" if index == 3 else "ACTIVE", "rate": 400.0, "enabled": True},
+    }
+    for index in range(8)
+]
+
+
+BEFORE = {"ago": 60, "rate": 400.0, "counters": {"symbol_error": 0}, "seconds": 3600}
+
+
+def look(*rows: Any, **changes: Any) -> dict[str, Any]:
+    """What an agent answers to `list` with `gpus`."""
+    return {"gpus": nvml(*rows), "disks": [disk()], "links": {"ports": []}, **changes}
+
+
+def remapped(**changes: Any) -> dict[str, Any]:
+    rows = {"correctable": 0, "uncorrectable": 1, "pending": False, "failed": False}
+    return {"remapped": {**rows, **changes}}
+
+
+@pytest.mark.parametrize(
+    ("answer", "fault"),
+    [
+        pytest.param(look(gpu(1, **remapped(failed=True))), "row of its memory has failed", id="a"),
+        pytest.param(look(gpu(1, recovery_action=1)), "asks for a reset of the GPU", id="b"),
+        pytest.param(look(gpu(1, recovery_action=4)), "all work on the GPU to be drained", id="c"),
+        pytest.param(
+            look(gpus={"unreadable": "NVML: LIB_RM_VERSION_MISMATCH"}), "of two versions", id="d"
+        ),
+        pytest.param(
+            look(disks=[disk(writable=False, reason="Read-only file system")]),
+            "/var/tmp/relaunch cannot be written to: Read-only file system",
+            id="e",
+        ),
+        pytest.param(look(disks=[disk(free=0)]), "is full: 0 bytes free", id="f"),
+        pytest.param(look(links={"ports": DOWN}), "mlx5_3 port 1 is DOWN", id="g"),
+    ],
+)
+def test_a_look_finds_what_makes_a_node_unfit(answer: dict[str, Any], fault: str) -> None:
+    found = read_condition(answer, catalog())
+    assert fault in found.fault and not found.reset_wanted
+
+
+@pytest.mark.parametrize(
+    "row", [gpu(1, **remapped(pending=True)), gpu(1, remapped=UNSUPPORTED, retired_pending=True)]
+)
+def test_a_look_finds_gpus_that_work_and_want_a_reset(row: dict[str, Any]) -> None:
+    found = read_condition(look(row), catalog())
+    assert "waits for a reset" in found.reset_wanted and not found.fault
+
+
+def test_what_is_counted_elsewhere_or_only_explains_is_no_fault() -> None:
+    lost = {"index": 0, "lost": "GPU_IS_LOST", "bus_id": bus(0)}
+    full = [disk(), disk("/dev/shm", free=0)]
+    for answer in (
+        look(),
+        look(lost),
+        look(gpus=NO_NVML),
+        look(gpus={"unreadable": "NVML did not answer within 10 s", "hangs": True}),
+        look(gpu(1, ecc={"volatile_uncorrected": 3, "aggregate_uncorrected": 9}), disks=full),
+        look(kernel={"lines": [XID_79]}),
+        look(links={"ports": DOWN}, unused_ports=["mlx5_3"]),
+        look(links={"ports": [{**DOWN[0], "before": BEFORE, "counters": {"symbol_error": 9000}}]}),
+        look(links={"ports": [{**DOWN[3], "kind": "ethernet", "before": BEFORE}]}),
+        look(links={"ports": 3}),
+        {"gpus": nvml()},  # of an older agent
+        {},
+    ):
+        assert read_condition(answer, catalog()) == Condition(), answer
+
+
+def test_a_look_names_the_gravest_first_and_counts_the_rest() -> None:
+    rows = [gpu(index, recovery_action=1) for index in range(3)]
+    found = read_condition(look(*rows, gpu(3, **remapped(failed=True))), catalog()).fault
+    assert found.startswith("GPU 0000:08:00: remapping") and found.endswith("; 2 more")

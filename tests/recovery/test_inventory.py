@@ -16,6 +16,8 @@ from relaunch.evidence.findings import Verdict
 from relaunch.pool.events import (
     ClaimEvent,
     FleetFileContent,
+    Order,
+    PauseCommand,
     PreviousRun,
     ProbeOrder,
     ProbeResults,
@@ -522,3 +524,175 @@ def test_a_release_holds_until_a_reading_a_quarantine_for_ever() -> None:
     desk.claim("a", 1)
     # the file may say what is true
     assert desk.granted() == {"a": ["n1"]}
+
+
+# --- nodes with a fault by their own account
+
+
+DUSTY = gpus(fault="GPU 0000:1b:00: remapping a row of its memory has failed")
+WORN = gpus(reset_wanted="GPU 0000:1b:00: a row of its memory waits for a reset to be remapped")
+
+
+def read_after(desk: Desk, **by: float) -> list[Order]:
+    """Return the orders after all nodes were read once more."""
+    desk.now += timedelta(**by)
+    desk.look()
+    return desk.go()
+
+
+def test_a_fault_keeps_jobs_away_and_is_examined_once_confirmed() -> None:
+    desk = Desk(*nodes("n1", "n2"))
+    desk.gpus["n1"] = DUSTY
+    assert read_after(desk, minutes=5) == []
+    assert desk.node("n1").status is NodeStatus.IN_SERVICE
+    desk.claim("a", 1)
+    assert desk.granted() == {"a": ["n2"]}
+    desk.claim("b", 1)
+    assert DUSTY.fault in desk.grants("waiting")["b"].reason
+    read_after(desk, minutes=5)
+    assert desk.of(RepairRequest) == [RepairRequest("n1", DUSTY.fault)]
+    del desk.gpus["n1"]
+    desk.go(began("n1"), ended("n1"))
+    assert desk.granted() == {"b": ["n1"]}
+
+
+def test_a_fault_that_is_over_at_the_next_reading_takes_none_out() -> None:
+    desk = Desk(*nodes("n1"))
+    desk.gpus["n1"] = DUSTY
+    read_after(desk, minutes=5)
+    desk.claim("a", 1)
+    assert desk.granted() == {}
+    del desk.gpus["n1"]
+    read_after(desk, minutes=5)
+    assert desk.granted() == {"a": ["n1"]}
+    assert desk.node("n1").fault_since is None
+
+
+def test_a_fault_that_comes_again_is_confirmed_again() -> None:
+    desk = Desk(*nodes("n1"))
+    for inventory in (DUSTY, gpus(), DUSTY):
+        desk.gpus["n1"] = inventory
+        assert read_after(desk, minutes=5) == []
+    assert read_after(desk, minutes=5) == [RepairRequest("n1", DUSTY.fault)]
+
+
+def test_the_reading_that_confirms_a_fault_is_news() -> None:
+    desk = Desk(*nodes("n1", "n2"))
+    desk.gpus["n1"] = DUSTY
+    read_after(desk, minutes=5)
+    known = {one.node: one.inventory for one in desk.scheduler.list_known(desk.state, desk.now)}
+    assert known["n1"] == "" and known["n2"]
+    read_after(desk, minutes=5)
+    desk.learn(QuarantineCommand("n1", "to the workshop", "grace"))
+    known = {one.node: one.inventory for one in desk.scheduler.list_known(desk.state, desk.now)}
+    assert known["n1"]
+
+
+def test_the_job_on_a_node_with_a_fault_is_left_alone() -> None:
+    desk = Desk(*nodes("n1"))
+    desk.claim("a", 1, gpus=2)
+    desk.gpus["n1"] = DUSTY
+    for _ in range(3):
+        assert read_after(desk, minutes=5) == []
+    desk.claim("b", 1, gpus=2)
+    assert DUSTY.fault in desk.grants("waiting")["b"].reason
+    desk.claim("a", 0, seq=2)
+    assert desk.of(RepairRequest) == [RepairRequest("n1", DUSTY.fault)]
+
+
+def test_a_person_who_releases_a_node_vouches_for_what_it_shows() -> None:
+    desk = Desk(*nodes("n1"))
+    desk.gpus["n1"] = DUSTY
+    desk.learn(QuarantineCommand("n1", "dust", "grace"))
+    read_after(desk, minutes=5)
+    desk.learn(ReleaseCommand("n1", "it computes", "grace"))
+    for _ in range(3):
+        assert read_after(desk, minutes=5) == []
+    assert desk.node("n1").remarks == (f"{DUSTY.fault} (a person has vouched for it)",)
+    desk.claim("a", 1)
+    assert desk.granted() == {"a": ["n1"]}
+    desk.claim("a", 0, seq=2)
+    # What it shows after it was sound once is not what the person knew.
+    for inventory in (gpus(), DUSTY):
+        desk.gpus["n1"] = inventory
+        assert read_after(desk, minutes=5) == []
+    assert read_after(desk, minutes=5) == [RepairRequest("n1", DUSTY.fault)]
+
+
+def test_a_release_vouches_for_no_fault_that_was_not_shown_yet() -> None:
+    desk = Desk(*nodes("n1"))
+    desk.learn(QuarantineCommand("n1", "dust", "grace"))
+    read_after(desk, minutes=5)
+    desk.learn(ReleaseCommand("n1", "clean", "grace"))
+    desk.gpus["n1"] = DUSTY
+    assert read_after(desk, minutes=1) == []
+    assert desk.node("n1").remarks == (DUSTY.fault,)
+    assert read_after(desk, minutes=5) == [RepairRequest("n1", DUSTY.fault)]
+
+
+def test_gpus_that_work_are_reset_one_node_after_the_other() -> None:
+    desk = Desk(*nodes("n1", "n2", "n3"))
+    desk.gpus.update({"n1": WORN, "n2": WORN})
+    assert read_after(desk, minutes=5) == []
+    assert read_after(desk, minutes=5) == [RepairRequest("n1", WORN.reset_wanted)]
+    assert read_after(desk, minutes=5) == []
+    del desk.gpus["n1"]
+    assert desk.go(began("n1"), ended("n1")) == [RepairRequest("n2", WORN.reset_wanted)]
+
+
+def test_gpus_that_work_are_granted_and_reset_when_no_job_waits() -> None:
+    desk = Desk(*nodes("n1", "n2"))
+    desk.gpus["n1"] = WORN
+    read_after(desk, minutes=5)
+    desk.claim("a", 1)
+    assert desk.granted() == {"a": ["n1"]}
+    desk.claim("b", 2)
+    desk.claim("a", 0, seq=2)
+    assert desk.granted() == {"b": ["n1", "n2"]}
+    desk.claim("c", 1)
+    desk.claim("b", 1, seq=2, holds=("n2",))
+    assert desk.granted() == {"b": ["n2"], "c": ["n1"]}
+    desk.claim("c", 0, seq=2)
+    assert read_after(desk, minutes=5) == [RepairRequest("n1", WORN.reset_wanted)]
+
+
+@pytest.mark.parametrize("how", ["another is out", "ask", "observe", "paused", "quarantined"])
+def test_gpus_that_work_can_wait(how: str) -> None:
+    desk = Desk(*nodes("n1", "n2"))
+    desk.gpus["n1"] = WORN
+    match how:
+        case "another is out":
+            desk.learn(began("n2"), ended("n2", "ambiguous", verdict=Verdict.UNHEALTHY))
+        case "ask" | "observe":
+            desk.learn(FleetFileContent(how, nodes("n1", "n2"), desk.limits))
+        case "paused":
+            desk.learn(PauseCommand("the switch is exchanged", "grace"))
+        case "quarantined":
+            desk.learn(QuarantineCommand("n1", "dust", "grace"))
+    for _ in range(3):
+        assert read_after(desk, minutes=5) == []
+    assert desk.node("n1").status is not NodeStatus.SUSPECT
+
+
+def test_gpus_that_work_are_not_reset_while_a_job_waits() -> None:
+    desk = Desk(*nodes("n1", "n2"))
+    desk.gpus["n1"] = WORN
+    desk.claim("a", 1)
+    assert desk.granted() == {"a": ["n1"]}
+    desk.claim("b", 1)
+    assert desk.granted() == {"b": ["n2"]}
+    desk.claim("c", 2)
+    desk.claim("a", 0, seq=2)
+    for _ in range(3):
+        read_after(desk, minutes=5)
+    assert desk.node("n1").status is NodeStatus.IN_SERVICE
+    desk.claim("c", 0, seq=2)
+    assert desk.of(RepairRequest) == [RepairRequest("n1", WORN.reset_wanted)]
+
+
+def test_a_node_in_the_workshop_keeps_no_other_from_its_reset() -> None:
+    desk = Desk(*nodes("n1", "n2"))
+    desk.gpus["n1"] = WORN
+    desk.learn(QuarantineCommand("n2", "dust", "grace"))
+    read_after(desk, minutes=5)
+    assert read_after(desk, minutes=5) == [RepairRequest("n1", WORN.reset_wanted)]

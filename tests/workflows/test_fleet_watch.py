@@ -11,10 +11,12 @@ import pytest
 from temporalio.api.enums.v1 import EventType
 
 import relaunch.workflows.fleet.workflow as fleet_workflow
+from relaunch.evidence.findings import Verdict
 from relaunch.messages.fleets import WatchFleetInput
 from relaunch.pool.events import RepairStart
+from relaunch.pool.state import NodeStatus
 from relaunch.spec.fleet import FleetNode
-from tests.fakes.nodes import Script, Stranger
+from tests.fakes.nodes import Script, Sick, Stranger
 from tests.workflows.claimants import StandIn, claimants, eventually, fleet_state, until_fleet
 from tests.workflows.conftest import MakeRig
 from tests.workflows.rig import Rig
@@ -171,6 +173,29 @@ async def test_foreign_processes_on_a_free_node_are_news(
         )
         assert "alice" in state.nodes[1].foreign_processes[0].who
         assert not state.nodes[0].foreign_processes
+
+
+async def test_an_idle_node_with_a_fault_is_mended_before_a_job_fails(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relaunch.pool.rounds.INVENTORY_INTERVAL", ROUND)
+    monkeypatch.setattr("relaunch.activities.fleet.INVENTORY_INTERVAL", ROUND)
+    monkeypatch.setattr("relaunch.pool.state.FAULT_LASTS", ROUND)
+    async with make(make_rig, nodes=2, gpus=2) as rig:
+        await rig.tell_fleet("apply")
+        await until_watched(rig)
+        rig.backend.fall_ill("n2", Sick(node="n2", recovery_action=(1, 1), until="reset"))
+        state = await until_fleet(
+            rig, lambda state: bool(state.nodes[1].healed), "a repair that was proven"
+        )
+        assert [one.command for one in rig.backend.upkeep if one.kind == "began"] == [
+            *("diagnose", "reset-gpus", "diagnose")
+        ]
+        node = state.nodes[1]
+        assert node.verdict is Verdict.HEALTHY and node.past[-1].by == "relaunch"
+        assert "the driver asks for a reset of the GPU" in node.past[-1].reason
+        await until_fleet(rig, lambda state: not state.nodes[1].remarks, "that it reads as sound")
+        assert (await fleet_state(rig)).nodes[1].status is NodeStatus.IN_SERVICE
 
 
 async def test_a_watch_reads_no_gpus_from_the_moment_a_repair_begins(

@@ -178,11 +178,12 @@ def _gpu_line(node: NodeRecord) -> str:
 def _gpu_note(node: NodeRecord) -> str:
     if node.inventory is None or not node.spec.gpus:
         return ""
-    if node.inventory.unreadable:
-        return f"GPUs unreadable, and granted unread: {_cut(node.inventory.unreadable)}"
     # For a suspect this is already shown as its reason.
-    lacks = node.missing_gpus if node.status is NodeStatus.IN_SERVICE else ""
-    return "; ".join(_cut(part) for part in (lacks, describe_uses(node.foreign_processes)) if part)
+    told = node.remarks if node.status is NodeStatus.IN_SERVICE else ()
+    if node.inventory.unreadable and not node.fault:
+        told = (*told, f"GPUs unreadable, and granted unread: {node.inventory.unreadable}")
+    parts = (*told, describe_uses(node.foreign_processes))
+    return "; ".join(_cut(part) for part in parts if part)
 
 
 def _node_notes(node: NodeRecord, is_used: bool) -> str:

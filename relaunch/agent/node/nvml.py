@@ -16,9 +16,9 @@ from relaunch.agent.node import bindings
 
 Json = Dict[str, Any]
 LIBRARY = "libnvidia-ml.so.1"
-INVENTORY = ("name", "memory", "processes")
-"""Readings for a look at a node. All others are for examinations, and take dozens of calls into the
-driver."""
+INVENTORY = ("name", "memory", "processes", "remapped", "retired_pending", "recovery_action")
+"""Readings for a look at a node: which GPUs there are, who uses them, and what alone condemns one.
+All others are for examinations, and take dozens of calls into the driver."""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -12,7 +12,7 @@ import time
 import uuid
 from functools import partial
 from pathlib import Path
-from typing import Any, List, Optional, Tuple
+from typing import Any, List, Optional, Sequence, Tuple
 
 from relaunch.agent import tools
 from relaunch.agent.node import gpu_users, gpus, hold, kernel_log, links, reboots, resets
@@ -24,6 +24,8 @@ KERNEL_TIMEOUT = 1.0
 """Seconds; the whole ring is read in 0.1 s."""
 DISK_TIMEOUT = 5.0
 """Seconds for a small write to reach the disk: one that needs longer stalls every checkpoint."""
+LOOK_TIMEOUT = 2.0
+"""Seconds for the disk in a look at a node: one that needs longer is looked at again."""
 TIMEOUT_SHARES = (0.5, 0.25, 0.1)
 """Shares of the given time for NVML, each disk and the network cards, if that is less than their
 own limits. The other checks never wait."""
@@ -41,7 +43,9 @@ def probe_node(state: Path, order: Fields) -> Json:
         "wall": time.time(),
         "load": os.getloadavg()[0],
         "memory": _read_memory(),
-        "disks": _check_disks(state, min(DISK_TIMEOUT, timeout * TIMEOUT_SHARES[1])),
+        "disks": _check_disks(
+            (state, Path("/"), Path("/dev/shm")), min(DISK_TIMEOUT, timeout * TIMEOUT_SHARES[1])
+        ),
         "gpus": gpu_users.add_owners(
             state, gpus.read(state, min(gpus.READ_TIMEOUT, timeout * TIMEOUT_SHARES[0]))
         ),
@@ -52,6 +56,18 @@ def probe_node(state: Path, order: Fields) -> Json:
     jobs, _ = hold.list_living(state)
     answer.update(jobs=jobs, held=hold.read_holder(state), reboots=reboots.list_newest(state))
     return {**answer, "answered": time.time()}
+
+
+def look_at_hardware(state: Path) -> Json:
+    """Return what of a probe condemns a node without a job's fault: GPUs, disk and network ports.
+
+    It is read every few minutes, so it leaves out what only explains a fault.
+    """
+    return {
+        "gpus": gpu_users.add_owners(state, gpus.read(state, inventory_only=True)),
+        "disks": _check_disks((state,), LOOK_TIMEOUT),
+        "links": links.read_ports(state),
+    }
 
 
 def _read_memory() -> Json:
@@ -66,12 +82,12 @@ def _read_memory() -> Json:
     return {"total": total, "available": available}
 
 
-def _check_disks(state: Path, timeout: float) -> List[Json]:
-    """Return one row for each file system, the state folder's first."""
+def _check_disks(paths: Sequence[Path], timeout: float) -> List[Json]:
+    """Return one row for each file system, that of the state folder first: it is written to."""
     rows = []
     devices = set()
-    for path in (state, Path("/"), Path("/dev/shm")):
-        check = partial(_check_disk, path, writes=path == state)
+    for path in paths:
+        check = partial(_check_disk, path, writes=path == paths[0])
         answer = tools.run_bounded(check, timeout)
         if answer is None:
             unknown = {"total": 0, "free": 0, "inodes_free": None}

@@ -172,8 +172,8 @@ class SimulatedBackend:
 
     async def list(self, node: str, gpus: bool = False) -> Mapping[str, Any]:
         async def ask(one: Node, faults: tuple[Fault, ...]) -> Mapping[str, Any]:
-            read = await one.machine.inventory() if gpus and one.machine.held is None else None
-            return one.list() if read is None else {**one.list(), "gpus": read}
+            read = await one.machine.look() if gpus and one.machine.held is None else {}
+            return {**one.list(), **read}
 
         return await self._call(node, "list", None, None, ask)
 

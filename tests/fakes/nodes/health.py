@@ -102,6 +102,7 @@ def inventory(
     if "gpus" not in known:
         return known
     names = ("index", "uuid", "bus_id", "name", "memory", "processes", "lost")
+    names += ("remapped", "retired_pending", "recovery_action")
     return {
         **known,
         "gpus": [{name: gpu[name] for name in names if name in gpu} for gpu in known["gpus"]],

@@ -238,13 +238,18 @@ class Machine:
             "reboots": self._reboots[-REBOOTS:],
         }
 
-    async def inventory(self) -> dict[str, Any]:
-        """What a look at the node reads of the GPUs."""
+    async def look(self) -> dict[str, Any]:
+        """What a look at the node reads: its GPUs, its disk and its network ports."""
         takes = self._takes("gpus")
         await self._pass(min(takes, NVML_TIMEOUT))
+        gpus = health.inventory(self._node.name, self._gpus, self.sick, self._processes())
         if takes > NVML_TIMEOUT:
-            return {"unreadable": f"NVML did not answer within {NVML_TIMEOUT:g} s"}
-        return health.inventory(self._node.name, self._gpus, self.sick, self._processes())
+            gpus = {"unreadable": f"NVML did not answer within {NVML_TIMEOUT:g} s"}
+        return {
+            "gpus": gpus,
+            "disks": health.condition(self.sick)["disks"][:1],
+            "links": {"ports": []},
+        }
 
     def _processes(self) -> dict[int, list[dict[str, Any]]]:
         """Who computes, by GPU."""
