@@ -235,11 +235,13 @@ class NodeRecord:
         """What the node shows of itself while it is in service, for people."""
         if not self.inventory or not self.inventory_at:
             return ()
-        shown = (self._shown_fault, self.inventory.reset_wanted)
-        vouched = " (a person has vouched for it)" if self.is_vouched_for else ""
-        return tuple(
-            one for one in (self.missing_gpus, *(f"{one}{vouched}" for one in shown if one)) if one
-        )
+        note = ""
+        if self.is_vouched_for:
+            note = "a person has vouched for it"
+        elif self.is_fault_unconfirmed:
+            note = "not granted; examined if the next reading confirms it"
+        shown = f"{self._shown_fault} ({note})" if note and self._shown_fault else self._shown_fault
+        return tuple(one for one in (self.missing_gpus, shown, self.inventory.reset_wanted) if one)
 
     @property
     def _shown_fault(self) -> str:

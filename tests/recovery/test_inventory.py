@@ -626,7 +626,8 @@ def test_a_release_vouches_for_no_fault_that_was_not_shown_yet() -> None:
     desk.learn(ReleaseCommand("n1", "clean", "grace"))
     desk.gpus["n1"] = DUSTY
     assert read_after(desk, minutes=1) == []
-    assert desk.node("n1").remarks == (DUSTY.fault,)
+    (remark,) = desk.node("n1").remarks
+    assert remark.startswith(DUSTY.fault) and "if the next reading confirms it" in remark
     assert read_after(desk, minutes=5) == [RepairRequest("n1", DUSTY.fault)]
 
 

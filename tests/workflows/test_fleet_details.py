@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 from syrupy.assertion import SnapshotAssertion
@@ -199,9 +200,27 @@ def test_gpus_used_by_strangers_missing_or_unreadable_are_shown(page: SnapshotAs
             ),
         )
     )
-    at = next(number for number, line in enumerate(lines) if line.startswith("### GPUs"))
+    at = next(number for number, line in enumerate(lines) if line.startswith("### What nodes"))
     named = [line.split("**")[1] for line in lines[at:] if line.startswith("- **")]
     assert named == ["n1", "n2", "n3"], "n5 is listed with the nodes that are out"
+    assert "\n".join(lines) == page
+
+
+def test_faults_that_nodes_report_say_what_follows(page: SnapshotAssertion) -> None:
+    failed = Inventory("H100", 8, fault="GPU 0000:1b:00: remapping a row of its memory has failed")
+    pending = "GPU 0000:1b:00: a row of its memory waits for a reset to be remapped"
+    mismatch = Inventory(
+        unreadable="NVML: LIB_RM_VERSION_MISMATCH", fault="libraries and module are of two versions"
+    )
+    shown: dict[str, Any] = {"inventory_at": NOW, "fault_since": NOW}
+    lines = drawn(
+        fleet(
+            node("n1", inventory=failed, **shown),
+            node("n2", inventory=failed, is_vouched_for=True, **shown),
+            node("n3", inventory=Inventory("H100", 8, reset_wanted=pending), **shown),
+            node("n4", inventory=mismatch, **shown),
+        )
+    )
     assert "\n".join(lines) == page
 
 

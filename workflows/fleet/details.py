@@ -57,9 +57,8 @@ def fleet_details(
         "In service, but not available", odd, lambda node: _odd_line(node, node.name in used)
     )
     gpus = [node for node in notable if _gpu_note(node)]
-    lines += _section(
-        "GPUs that foreign processes use, that are missing or cannot be read", gpus, _gpu_line
-    )
+    reported = "What nodes report: faults, and GPUs that are missing, unreadable or used by others"
+    lines += _section(reported, gpus, _gpu_line)
     lines += _section("Waiting for nodes", waiting, _waiting_line)
     offers = [one for one in state.offers if one.places]
     lines += _section("Offered to jobs that would take more", offers, _offer_line)
