@@ -17,7 +17,7 @@ from relaunch.evidence.causes import HARDWARE_CAUSES, Cause
 from relaunch.evidence.dcgm import Examination, read_diag
 from relaunch.evidence.fields import count, fields, moment, text, unreadable
 from relaunch.evidence.findings import Finding, Role, Verdict
-from relaunch.evidence.links import PRESENT_LINK_FAULTS, read_links
+from relaunch.evidence.links import read_links, read_present_faults
 from relaunch.evidence.node_readings import (
     CLOCK_NAMED,
     CLOCK_SHOWN,
@@ -179,28 +179,17 @@ def read_condition(answer: Mapping[str, Any], catalog: Catalog) -> Condition:
 
     Only what is so now counts. What is of the past (the kernel log, links that were lost, errors
     that were counted) was judged with the job of its time. What could not be read is no fault here.
-    GPUs that are lost or missing are left out, because the inventory has them; and Ethernet ports,
-    because one of two may be down for hours, on all nodes, and no job notices.
+    GPUs that are lost or missing are left out, because the inventory has them. The sentences stay
+    the same as long as the fault does: no ages, no counts.
 
     Args:
         answer: The node's answer to `list` with `gpus`; from an older agent it has GPUs only.
         catalog: The catalog.
     """
-    links = fields(answer.get("links")) or {}
-    ports = links.get("ports")
-    rdma = [
-        row
-        for row in (ports if isinstance(ports, list) else ())
-        if isinstance(row, Mapping) and row.get("kind") == "rdma"
-    ]
     findings = (
         *(one for one in read_gpus(answer.get("gpus"), 0, catalog).findings if one.code != LOST),
         *read_disks(answer, catalog)[0],
-        *(
-            one
-            for one in read_links({**answer, "links": {"ports": rdma}}).findings
-            if one.code in PRESENT_LINK_FAULTS
-        ),
+        *read_present_faults(answer),
     )
     sick = [one for one in sorted(findings, key=_rank_gravity) if _is_sick(one)]
     return Condition(

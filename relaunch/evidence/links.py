@@ -14,7 +14,7 @@ Documentation/ABI/stable/sysfs-class-infiniband.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -43,8 +43,8 @@ specification allows; the others grow only when the card's own threshold was exc
 SHOWN_ERRORS = ("link_error_recovery", "port_rcv_errors")
 LINK_FAULTS = ("port down", "port slow", "port flaps", "port errors", "network card missing")
 """Of findings that say that a link or a card is at fault."""
-PRESENT_LINK_FAULTS = ("port down", "port slow", "network card missing")
-"""Those of them that are so now, and do not count what has happened."""
+ETHERNET = " Ethernet"
+"""How the place of a port ends that speaks Ethernet: RoCE, a bond, a network for storage."""
 WAITING = ("INIT", "ARMED")
 """The port has a link and waits for the subnet manager."""
 
@@ -121,6 +121,31 @@ def read_links(facts: Mapping[str, Any]) -> LinkReading:
         tuple(findings),
         ("a network port cannot be read",) if None in ports else (),
         sum(port.is_up for port in known),
+    )
+
+
+def read_present_faults(facts: Mapping[str, Any]) -> tuple[Finding, ...]:
+    """Return the faults of ports that are so now, in words that stay the same as long as they are.
+
+    Ports that speak Ethernet count where their siblings prove it, and not by their own record: one
+    port of a bond may be down for hours, on all nodes, and no job notices.
+    """
+    links = fields(facts.get("links")) or {}
+    rows = links.get("ports")
+    ports: list[Mapping[str, Any]] = []
+    for row in rows if isinstance(rows, list) else ():
+        if not isinstance(row, Mapping) or row.get("kind") != "rdma":
+            continue
+        if not text(row.get("place"), 60).endswith(ETHERNET):
+            ports.append(row)
+        elif row.get("gone") is not True:
+            ports.append({**row, "before": None})
+    found = read_links({**facts, "links": {"ports": ports}}).findings
+    return tuple(
+        # What follows says when it had a link, or how its siblings do.
+        replace(one, reason=one.reason.partition("; ")[0]) if one.code != "port slow" else one
+        for one in found
+        if one.role is Role.ROOT and one.code in ("port down", "port slow", "network card missing")
     )
 
 

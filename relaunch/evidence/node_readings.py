@@ -80,7 +80,7 @@ def read_disks(facts: Mapping[str, Any], _: Catalog) -> tuple[list[Finding], lis
             )
         elif free is not None and free < MIN_FREE:
             findings.append(
-                Finding("node", "disk", role, f"{path} is full: {free} bytes free", cause)
+                Finding("node", "disk", role, f"{path} is full: less than 1 MiB is free", cause)
             )
         elif inodes == 0 and not isinstance(inodes, bool):
             findings.append(

@@ -222,6 +222,7 @@ def _strip_record(record: NodeRecord) -> NodeRecord:
         power_cycles=record.power_cycles,
         cleared_at=record.cleared_at,
         released_at=record.released_at,
+        vouched_fault=record.vouched_fault,
     )
 
 
@@ -272,19 +273,20 @@ def _record_probe(record: NodeRecord, probe: NodeProbe | None, now: datetime) ->
     )
 
 
-def shows_fault(inventory: Inventory | None) -> bool:
-    return inventory is not None and bool(inventory.fault or inventory.reset_wanted)
-
-
 def _record_inventory(record: NodeRecord, inventory: Inventory, at: datetime) -> NodeRecord:
-    is_faulty = shows_fault(inventory)
-    was_faulty = record.inventory_at is not None and record.fault_since is not None
+    before = record.inventory if record.inventory_at is not None else None
+    known = before.fault if before else ""
+    is_vouched_for = inventory.fault == record.vouched_fault
+    is_new = before is None or (
+        bool(inventory.fault) and not is_vouched_for and known in ("", record.vouched_fault)
+    )
+    since = at if is_new or record.fault_since is None else record.fault_since
     return replace(
         record,
         inventory=inventory,
         inventory_at=at,
-        fault_since=(record.fault_since if was_faulty else at) if is_faulty else None,
-        is_vouched_for=record.is_vouched_for and is_faulty,
+        fault_since=since if inventory.fault or inventory.reset_wanted else None,
+        vouched_fault=record.vouched_fault if is_vouched_for else "",
     )
 
 
@@ -302,22 +304,28 @@ def suspect_faulty_nodes(
     """Make nodes that lack GPUs, or have a fault by their own account, suspects once unused.
 
     A node in use is left to the fault handling of its job. Until a second reading has confirmed a
-    fault, the node is only not granted.
+    fault, and while nothing is repaired, the node is only not granted: a fault that ends meanwhile,
+    with the work on a switch, takes no node out.
     """
-    if not state.is_probed or is_awaiting(state, now) or not any(node.fault for node in notable):
+    if not state.is_probed or is_awaiting(state, now):
+        return state
+    can_repair = not state.breaker.is_open and not state.breaker.paused
+    faulty = [
+        node
+        for node in notable
+        if node.missing_gpus or (node.fault and can_repair and not node.is_fault_unconfirmed)
+    ]
+    if not faulty:
         return state
     held = {place.node for record in state.claims for place in record.places}
-    nodes = (
-        set_status(node, NodeStatus.SUSPECT, now, reason=node.fault, by=RELAUNCH, end="")
-        if _is_proven_faulty(node) and is_idle(node, held)
-        else node
-        for node in state.nodes
-    )
-    return replace(state, nodes=tuple(nodes))
-
-
-def _is_proven_faulty(record: NodeRecord) -> bool:
-    return bool(record.missing_gpus or (record.fault and not record.is_fault_unconfirmed))
+    suspects = {
+        node.name: set_status(node, NodeStatus.SUSPECT, now, reason=node.fault, by=RELAUNCH, end="")
+        for node in faulty
+        if is_idle(node, held)
+    }
+    if not suspects:
+        return state
+    return replace(state, nodes=tuple(suspects.get(node.name, node) for node in state.nodes))
 
 
 def is_idle(record: NodeRecord, held: set[str]) -> bool:
@@ -551,7 +559,7 @@ def release_node(state: FleetState, fact: ReleaseCommand, now: datetime) -> Flee
     record = replace(
         put_in_service(record, now, f"{by} released it: {reason}"),
         inventory_at=None,
-        is_vouched_for=shows_fault(record.inventory),
+        vouched_fault=record.inventory.fault if record.inventory else "",
         cleared_at=now,
         released_at=now,
     )
@@ -576,6 +584,9 @@ PROBE_LIFETIME = timedelta(seconds=10)
 two."""
 SWEEP_INTERVAL = timedelta(seconds=60)
 """Time between two probes of all nodes: how long ranks of no known job may go unseen."""
+FAULT_INTERVAL = timedelta(seconds=60)
+"""Time between two readings of a node with a fault that is not confirmed, while a job waits: it may
+be over."""
 INVENTORY_INTERVAL = timedelta(minutes=5)
 """Time between two readings of the GPUs of a node that no claim waits for: foreign processes stay
 for hours."""

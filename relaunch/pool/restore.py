@@ -64,6 +64,7 @@ def _export_node(record: NodeRecord) -> NodeRecord:
         healed=record.healed,
         cleared_at=record.cleared_at,
         released_at=record.released_at,
+        vouched_fault=record.vouched_fault,
         past=record.past,
     )
 
@@ -162,6 +163,7 @@ def _restore_node(record: NodeRecord, known: NodeRecord | None) -> NodeRecord:
             healed=tuple(dict.fromkeys((*known.healed, *record.healed)))[-MAX_HEALED:],
             cleared_at=_newest(known.cleared_at, record.cleared_at),
             released_at=_newest(known.released_at, record.released_at),
+            vouched_fault=record.vouched_fault or known.vouched_fault,
             past=tuple(dict.fromkeys((*known.past, *record.past)))[-MAX_PAST:],
         )
     if known is None:

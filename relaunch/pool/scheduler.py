@@ -46,6 +46,7 @@ from relaunch.pool.events import (
 from relaunch.pool.grants import PROBE_WAIT, grant_nodes, offer_nodes, offer_times, yield_time
 from relaunch.pool.messages import Claim, Grant
 from relaunch.pool.nodes import (
+    FAULT_INTERVAL,
     INVENTORY_INTERVAL,
     MAX_INVENTORIES,
     PROBE_LIFETIME,
@@ -293,6 +294,11 @@ class Scheduler:
                 max(at for at in (node.probed_at, node.probe_ordered_at) if at is not None)
                 + probe_delay(node, now)
                 for node in watched
+            ]
+            later += [
+                node.inventory_at + FAULT_INTERVAL
+                for node in notable
+                if node.fault and node.is_fault_unconfirmed and node.inventory_at is not None
             ]
             # Foreign processes on these GPUs may be gone by now.
             later += [
@@ -545,12 +551,13 @@ def _order_probes(
         swept_at = now
         state = replace(state, swept_at=now)
     is_reread = _is_reread_by_watch(state, under_way)
-    unknown = (use for use in placement.list_notable() if _is_unknown(use, now, is_reread))
+    waits = any(record.is_waiting for record in state.claims)
+    unknown = (use for use in placement.list_notable() if _is_unknown(use, now, is_reread, waits))
     unswept = (use for use in placement.nodes if _is_unswept(use, swept_at))
     uses = tuple(dict.fromkeys((*wanted, *unknown, *unswept)))[:MAX_PROBED]
     if not uses:
         return state, []
-    to_read = _choose_inventories(uses, wanted, now)
+    to_read = _choose_inventories(uses, wanted, now, waits)
     probed = frozenset(use.name for use in uses)
     records = tuple(
         replace(node, probe_ordered_at=now) if node.name in probed else node for node in state.nodes
@@ -581,20 +588,31 @@ def _is_reread_by_watch(state: FleetState, under_way: frozenset[str]) -> bool:
     return WATCH in under_way and not any(record.is_waiting for record in state.claims)
 
 
-def _is_unknown(use: NodeUse, now: datetime, is_reread: bool) -> bool:
+def _is_unknown(use: NodeUse, now: datetime, is_reread: bool, waits: bool) -> bool:
     """Return whether something waits for a probe of the node: the whole fleet, a repair that cannot
-    start before it is known which ranks live there, or a reading that may have ended."""
+    start before it is known which ranks live there, a reading that may have ended, or a job, for a
+    node whose fault may be over."""
     node = use.record
     is_unknown = (
         node.probed_at is None
         or (node.probe is not None and node.probe.inventory_pending and not is_reread)
         or (node.status is NodeStatus.SUSPECT and not use.holders and use.has_ranks())
+        or (waits and _is_fault_due(use, now))
     )
     return is_unknown and is_probe_due(node, now)
 
 
+def _is_fault_due(use: NodeUse, now: datetime) -> bool:
+    return (
+        bool(use.record.fault)
+        and use.record.is_fault_unconfirmed
+        and not use.is_full()
+        and can_read_inventory(use.record, now, FAULT_INTERVAL)
+    )
+
+
 def _choose_inventories(
-    uses: Sequence[NodeUse], wanted: Sequence[NodeUse], now: datetime
+    uses: Sequence[NodeUse], wanted: Sequence[NodeUse], now: datetime, waits: bool
 ) -> set[NodeUse]:
     """Return the nodes whose GPUs are read with the probe: all that are wanted, and of a large
     fleet some others, those not read for longest first."""
@@ -602,7 +620,10 @@ def _choose_inventories(
     old = [
         use
         for use in uses
-        if can_read_inventory(use.record, now, INVENTORY_INTERVAL)
+        if (
+            can_read_inventory(use.record, now, INVENTORY_INTERVAL)
+            or (waits and _is_fault_due(use, now))
+        )
         and not use.is_full()
         and use not in to_read
     ]

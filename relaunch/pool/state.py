@@ -142,9 +142,8 @@ class NodeRecord:
     fault_since: datetime | None = None
     """When the fault that the inventory shows was first read; None: it shows none. Not of missing
     GPUs."""
-    is_vouched_for: bool = False
-    """A person has released the node with the fault that it showed, and it has not read as sound
-    since."""
+    vouched_fault: str = ""
+    """The fault that the node showed when a person released it, as long as it shows that one."""
     silent_since: datetime | None = None
     repair: str = ""
     """The repair under way, by any order: its workflow's id and run, `repair/gpus/n2/RUN`; without
@@ -221,31 +220,38 @@ class NodeRecord:
     @property
     def fault(self) -> str:
         """What makes the node unfit for jobs by its own account, in words; empty if nothing is
-        known, or a person has vouched for the node."""
-        return self.missing_gpus or ("" if self.is_vouched_for else self._shown_fault)
+        known, or a person has vouched for it."""
+        return self.missing_gpus or ("" if self._is_vouched_for else self._shown_fault)
 
     @property
     def reset_wanted(self) -> str:
-        """Why its GPUs should be reset when they are free, in words; empty as `fault`."""
-        is_valid = self.inventory and self.inventory_at and not self.is_vouched_for
-        return self.inventory.reset_wanted if self.inventory and is_valid else ""
+        """Why its GPUs should be reset when they are free, in words; empty if not known."""
+        return self._inventory.reset_wanted
 
     @property
     def remarks(self) -> tuple[str, ...]:
         """What the node shows of itself while it is in service, for people."""
-        if not self.inventory or not self.inventory_at:
-            return ()
         note = ""
-        if self.is_vouched_for:
+        if self._is_vouched_for:
             note = "a person has vouched for it"
         elif self.is_fault_unconfirmed:
             note = "not granted; examined if the next reading confirms it"
         shown = f"{self._shown_fault} ({note})" if note and self._shown_fault else self._shown_fault
-        return tuple(one for one in (self.missing_gpus, shown, self.inventory.reset_wanted) if one)
+        return tuple(one for one in (self.missing_gpus, shown, self.reset_wanted) if one)
+
+    @property
+    def _inventory(self) -> Inventory:
+        """What the inventory says, as far as it is valid."""
+        is_valid = self.inventory_at is not None and self.spec.gpus
+        return self.inventory if self.inventory and is_valid else Inventory()
 
     @property
     def _shown_fault(self) -> str:
-        return self.inventory.fault if self.inventory and self.inventory_at else ""
+        return self._inventory.fault
+
+    @property
+    def _is_vouched_for(self) -> bool:
+        return bool(self._shown_fault) and self._shown_fault == self.vouched_fault
 
     @property
     def is_fault_unconfirmed(self) -> bool:

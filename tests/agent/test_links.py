@@ -292,3 +292,18 @@ def test_resets_of_this_boot_are_reported(tmp_path: Path) -> None:
     assert [row["id"] for row in resets.list_resets(tmp_path)] == ["r3"], "it was of all GPUs"
     (tmp_path / "boot_id").write_text("another\n")
     assert resets.list_resets(tmp_path) == []
+
+
+def test_a_look_keeps_what_counters_are_compared_with(
+    system: Cards, read: Read, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = system.add_rdma("mlx5_0")
+    began = time.time()
+    read()
+    write(port / "counters", {"link_downed": COUNTS["link_downed"] + 2})
+    monkeypatch.setattr(time, "time", lambda: began + links.COUNTER_WINDOW + 60)
+    links.read_ports(tmp_path / "state", 60.0, counts=False)
+    before = read()["mlx5_0 port 1"]["before"]
+    assert before["counters"]["link_downed"] == COUNTS["link_downed"]
+    assert before["ago"] == 0, "but that it has a link"
+    assert read()["mlx5_0 port 1"]["before"]["counters"]["link_downed"] > COUNTS["link_downed"]

@@ -105,9 +105,28 @@ def test_a_disk_that_does_not_answer_costs_its_share_of_the_time(
 ) -> None:
     monkeypatch.setattr(probe, "_test_write", lambda folder: time.sleep(100))
     began = time.monotonic()
-    rows = probe._check_disks((tmp_path,), 0.3)
+    rows = probe._check_disks(tmp_path, 0.3)
     assert time.monotonic() - began < 30
     assert rows[0]["writable"] is False and "within 0.3 s" in rows[0]["reason"]
+
+
+def test_a_look_says_nothing_of_a_disk_that_takes_long(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(probe, "LOOK_TIMEOUT", 0.3)
+    monkeypatch.setattr(probe.gpus, "read", lambda *_, **__: {"gpus": []})
+    monkeypatch.setattr(probe, "_test_write", lambda folder: time.sleep(100))
+    (disk,) = probe.look_at_hardware(tmp_path)["disks"]
+    assert disk == {"unreadable": "it did not answer within 0.3 s"}
+
+
+def test_the_test_of_a_disk_leaves_no_file_if_it_is_killed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[list[Path]] = []
+    monkeypatch.setattr(os, "fsync", lambda handle: seen.append(list(tmp_path.iterdir())))
+    assert probe._test_write(tmp_path) is None
+    assert seen == [[]]
 
 
 def test_work_that_dies_in_its_child_is_no_answer() -> None:

@@ -810,6 +810,7 @@ DOWN = [
 ]
 
 
+BOND = [DOWN[3], DOWN[0]]
 BEFORE = {"ago": 60, "rate": 400.0, "counters": {"symbol_error": 0}, "seconds": 3600}
 
 
@@ -837,7 +838,7 @@ def remapped(**changes: Any) -> dict[str, Any]:
             "/var/tmp/relaunch cannot be written to: Read-only file system",
             id="e",
         ),
-        pytest.param(look(disks=[disk(free=0)]), "is full: 0 bytes free", id="f"),
+        pytest.param(look(disks=[disk(free=0)]), "is full: less than 1 MiB is free", id="f"),
         pytest.param(look(links={"ports": DOWN}), "mlx5_3 port 1 is DOWN", id="g"),
     ],
 )
@@ -867,11 +868,33 @@ def test_what_is_counted_elsewhere_or_only_explains_is_no_fault() -> None:
         look(links={"ports": DOWN}, unused_ports=["mlx5_3"]),
         look(links={"ports": [{**DOWN[0], "before": BEFORE, "counters": {"symbol_error": 9000}}]}),
         look(links={"ports": [{**DOWN[3], "kind": "ethernet", "before": BEFORE}]}),
+        # a bond on cards that know RDMA
+        look(links={"ports": [{**row, "place": "0/1 Ethernet", "before": BEFORE} for row in BOND]}),
+        look(
+            links={"ports": [{**BOND[0], "place": "0/1 Ethernet", "gone": True, "before": BEFORE}]}
+        ),
+        look(disks=[{"unreadable": "it did not answer within 2 s"}]),
         look(links={"ports": 3}),
         {"gpus": nvml()},  # of an older agent
         {},
     ):
         assert read_condition(answer, catalog()) == Condition(), answer
+
+
+def test_a_fault_has_the_same_words_as_long_as_it_lasts() -> None:
+    for row in (DOWN[3], {**DOWN[3], "gone": True}):
+        ports = [[{**row, "before": {**BEFORE, "ago": ago}}] for ago in (60, 6000)]
+        first, second = (
+            read_condition(look(links={"ports": one}), catalog()).fault for one in ports
+        )
+        assert first == second and first.startswith("mlx5_3 port 1 is ")
+
+
+@pytest.mark.parametrize("layer", ["InfiniBand", "Ethernet"])
+def test_siblings_prove_that_a_port_is_down_whatever_it_speaks(layer: str) -> None:
+    ports = [{**row, "place": f"0/1 {layer}"} for row in DOWN]
+    found = read_condition(look(links={"ports": ports}), catalog())
+    assert found.fault == "mlx5_3 port 1 is DOWN"
 
 
 def test_a_look_names_the_gravest_first_and_counts_the_rest() -> None:

@@ -35,6 +35,7 @@ from relaunch.pool.inventory import (
     shortage,
 )
 from relaunch.pool.messages import Claim, Place
+from relaunch.pool.restore import export_state
 from relaunch.pool.state import LiveGeneration, NodeProbe, NodeStatus
 from tests.recovery.fleet_builders import T0, Desk, began, ended, gpus, look, nodes
 from tests.recovery.nodes import gpu, nvml
@@ -628,7 +629,103 @@ def test_a_release_vouches_for_no_fault_that_was_not_shown_yet() -> None:
     assert read_after(desk, minutes=1) == []
     (remark,) = desk.node("n1").remarks
     assert remark.startswith(DUSTY.fault) and "if the next reading confirms it" in remark
+    assert desk.node("n1").vouched_fault == ""
     assert read_after(desk, minutes=5) == [RepairRequest("n1", DUSTY.fault)]
+
+
+def test_a_release_vouches_for_one_fault_and_for_no_other() -> None:
+    desk = Desk(*nodes("n1"))
+    desk.gpus["n1"] = replace(DUSTY, reset_wanted=WORN.reset_wanted)
+    desk.learn(QuarantineCommand("n1", "dust", "grace"))
+    read_after(desk, minutes=5)
+    desk.learn(ReleaseCommand("n1", "it computes", "grace"))
+    read_after(desk, minutes=5)
+    assert not desk.node("n1").fault
+    desk.gpus["n1"] = full = gpus(fault="/var/tmp is full", reset_wanted=WORN.reset_wanted)
+    assert read_after(desk, minutes=5) == []
+    assert read_after(desk, minutes=5) == [RepairRequest("n1", full.fault)]
+
+
+def test_a_pending_reset_that_is_vouched_for_hides_no_fault() -> None:
+    desk = Desk(*nodes("n1"))
+    desk.gpus["n1"] = WORN
+    desk.learn(QuarantineCommand("n1", "a cable", "grace"))
+    read_after(desk, minutes=5)
+    desk.learn(ReleaseCommand("n1", "exchanged", "grace"), PauseCommand("a switch", "grace"))
+    read_after(desk, minutes=5)
+    desk.gpus["n1"] = replace(DUSTY, reset_wanted=WORN.reset_wanted)
+    read_after(desk, minutes=5)
+    assert desk.node("n1").fault == DUSTY.fault
+
+
+def test_a_restarted_fleet_knows_what_a_person_has_vouched_for() -> None:
+    desk = Desk(*nodes("n1"))
+    desk.gpus["n1"] = DUSTY
+    desk.learn(QuarantineCommand("n1", "dust", "grace"))
+    read_after(desk, minutes=5)
+    desk.learn(ReleaseCommand("n1", "it computes", "grace"))
+    read_after(desk, minutes=5)
+    after = Desk(*nodes("n1"), begun=False)
+    after.now, after.gpus = desk.now, desk.gpus
+    after.learn(
+        FleetFileContent("act", after.specs, after.limits),
+        RunningJobs(()),
+        export_state(desk.state),
+    )
+    for _ in range(3):
+        assert read_after(after, minutes=5) == []
+
+
+def test_a_fault_is_no_older_than_its_first_reading() -> None:
+    desk = Desk(*nodes("n1"))
+    desk.learn(FleetFileContent("ask", desk.specs, desk.limits))
+    desk.gpus["n1"] = WORN
+    for _ in range(3):
+        read_after(desk, minutes=5)
+    desk.gpus["n1"] = replace(DUSTY, reset_wanted=WORN.reset_wanted)
+    assert read_after(desk, minutes=5) == []
+    assert desk.node("n1").status is NodeStatus.IN_SERVICE
+    assert read_after(desk, minutes=5) == [RepairRequest("n1", DUSTY.fault)]
+
+
+def test_while_repairs_are_paused_a_fault_makes_no_suspect() -> None:
+    desk = Desk(*nodes("n1"))
+    desk.learn(PauseCommand("the switch is exchanged", "grace"))
+    desk.gpus["n1"] = DUSTY
+    for _ in range(3):
+        read_after(desk, minutes=5)
+    assert desk.node("n1").status is NodeStatus.IN_SERVICE
+    desk.claim("a", 1)
+    assert desk.granted() == {}
+    del desk.gpus["n1"]
+    read_after(desk, minutes=5)
+    assert desk.granted() == {"a": ["n1"]}
+
+
+def test_a_job_that_waits_has_the_node_a_minute_after_its_fault() -> None:
+    desk = Desk(*nodes("n1"))
+    desk.gpus["n1"] = DUSTY
+    read_after(desk, minutes=5)
+    desk.busy = {"watch"}  # it knows the node as sound
+    desk.claim("a", 1)
+    assert desk.granted() == {}
+    del desk.gpus["n1"]
+    wake = desk.scheduler.next_wake(desk.state, desk.now, frozenset(desk.busy))
+    assert wake is not None and wake <= desk.now + timedelta(seconds=60)
+    desk.wait(seconds=30)
+    assert desk.granted() == {}
+    desk.wait(seconds=31)
+    assert desk.granted() == {"a": ["n1"]}
+
+
+def test_a_node_that_has_no_gpus_any_more_has_no_fault_of_then() -> None:
+    desk = Desk(*nodes("n1"))
+    desk.gpus["n1"] = DUSTY
+    read_after(desk, minutes=5)
+    desk.learn(FleetFileContent("act", nodes("n1", gpus=0), desk.limits))
+    desk.claim("a", 1)
+    assert desk.granted() == {"a": ["n1"]}
+    assert desk.node("n1").remarks == ()
 
 
 def test_gpus_that_work_are_reset_one_node_after_the_other() -> None:

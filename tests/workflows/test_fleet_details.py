@@ -216,7 +216,7 @@ def test_faults_that_nodes_report_say_what_follows(page: SnapshotAssertion) -> N
     lines = drawn(
         fleet(
             node("n1", inventory=failed, **shown),
-            node("n2", inventory=failed, is_vouched_for=True, **shown),
+            node("n2", inventory=failed, vouched_fault=failed.fault, **shown),
             node("n3", inventory=Inventory("H100", 8, reset_wanted=pending), **shown),
             node("n4", inventory=mismatch, **shown),
         )

@@ -51,8 +51,10 @@ ETHERNET, IFF_UP = "1", 0x1
 """ARPHRD_ETHER of net/if_arp.h, and the flag of net/if.h that an administrator sets."""
 
 
-def read_ports(state: Path, timeout: float = READ_TIMEOUT) -> Json:
+def read_ports(state: Path, timeout: float = READ_TIMEOUT, counts: bool = True) -> Json:
     """Return {"ports": [...]} or {"unreadable": why}, and remember the ports that have a link.
+
+    Without `counts`, counters are compared later with those that are remembered now.
 
     A record that cannot be read is reported and written again, and is never an exception: it would
     end a watch, and a node without a watch is taken for lost.
@@ -73,7 +75,7 @@ def read_ports(state: Path, timeout: float = READ_TIMEOUT) -> Json:
     ports = [_add_record(port, recorded.get(port["key"]), boot_id, now) for port in answer["ports"]]
     present = {port["key"] for port in ports}
     gone = [_describe_gone(recorded[key], now) for key in sorted(set(recorded) - present)]
-    rows = _update_record(recorded, ports, boot_id, now)
+    rows = _update_record(recorded, ports, boot_id, now, counts)
     if rows or unreadable:
         _save_record(state, rows)
     return {
@@ -292,7 +294,7 @@ def _describe_gone(row: Json, now: float) -> Json:
 
 
 def _update_record(
-    recorded: Dict[str, Json], ports: List[Json], boot_id: str, now: float
+    recorded: Dict[str, Json], ports: List[Json], boot_id: str, now: float, counts: bool
 ) -> Dict[str, Json]:
     """Return the record with the ports that have a link now."""
     rows = dict(recorded)
@@ -308,15 +310,15 @@ def _update_record(
                 del rows[replaced]
         best = None if row is None else _best_rate(row, now)
         is_best = best is None or (port["rate"] is not None and port["rate"] >= best)
-        is_fresh = (
-            row is not None and row["boot_id"] == boot_id and now - row["since"] < COUNTER_WINDOW
+        is_fresh = row is not None and (
+            not counts or (row["boot_id"] == boot_id and now - row["since"] < COUNTER_WINDOW)
         )
         rows[port["key"]] = {
             **{name: port[name] for name in NAMES},
             "seen": now,
             "rate": port["rate"] if is_best else best,
             "rate_seen": now if row is None or is_best else row["rate_seen"],
-            "boot_id": boot_id,
+            "boot_id": row["boot_id"] if row is not None and is_fresh else boot_id,
             "since": row["since"] if row is not None and is_fresh else now,
             "counters": row["counters"] if row is not None and is_fresh else port["counters"],
         }

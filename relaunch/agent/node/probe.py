@@ -12,7 +12,7 @@ import time
 import uuid
 from functools import partial
 from pathlib import Path
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import Any, List, Optional, Tuple
 
 from relaunch.agent import tools
 from relaunch.agent.node import gpu_users, gpus, hold, kernel_log, links, reboots, resets
@@ -25,7 +25,8 @@ KERNEL_TIMEOUT = 1.0
 DISK_TIMEOUT = 5.0
 """Seconds for a small write to reach the disk: one that needs longer stalls every checkpoint."""
 LOOK_TIMEOUT = 2.0
-"""Seconds for the disk in a look at a node: one that needs longer is looked at again."""
+"""Seconds for the disk in a look at a node. One that needs longer says nothing: it may be writing a
+checkpoint."""
 TIMEOUT_SHARES = (0.5, 0.25, 0.1)
 """Shares of the given time for NVML, each disk and the network cards, if that is less than their
 own limits. The other checks never wait."""
@@ -43,9 +44,7 @@ def probe_node(state: Path, order: Fields) -> Json:
         "wall": time.time(),
         "load": os.getloadavg()[0],
         "memory": _read_memory(),
-        "disks": _check_disks(
-            (state, Path("/"), Path("/dev/shm")), min(DISK_TIMEOUT, timeout * TIMEOUT_SHARES[1])
-        ),
+        "disks": _check_disks(state, min(DISK_TIMEOUT, timeout * TIMEOUT_SHARES[1])),
         "gpus": gpu_users.add_owners(
             state, gpus.read(state, min(gpus.READ_TIMEOUT, timeout * TIMEOUT_SHARES[0]))
         ),
@@ -63,11 +62,13 @@ def look_at_hardware(state: Path) -> Json:
 
     It is read every few minutes, so it leaves out what only explains a fault.
     """
-    return {
-        "gpus": gpu_users.add_owners(state, gpus.read(state, inventory_only=True)),
-        "disks": _check_disks((state,), LOOK_TIMEOUT),
-        "links": links.read_ports(state),
-    }
+    # The GPUs first: it was just seen that no order holds the node.
+    gpus_ = gpu_users.add_owners(state, gpus.read(state, inventory_only=True))
+    disk = tools.run_bounded(partial(_check_disk, state, writes=True), LOOK_TIMEOUT)
+    if disk is None:
+        disk = {"unreadable": f"it did not answer within {LOOK_TIMEOUT:g} s"}
+    disk.pop("device", None)
+    return {"gpus": gpus_, "disks": [disk], "links": links.read_ports(state, counts=False)}
 
 
 def _read_memory() -> Json:
@@ -82,12 +83,12 @@ def _read_memory() -> Json:
     return {"total": total, "available": available}
 
 
-def _check_disks(paths: Sequence[Path], timeout: float) -> List[Json]:
-    """Return one row for each file system, that of the state folder first: it is written to."""
+def _check_disks(state: Path, timeout: float) -> List[Json]:
+    """Return one row for each file system, the state folder's first."""
     rows = []
     devices = set()
-    for path in paths:
-        check = partial(_check_disk, path, writes=path == paths[0])
+    for path in (state, Path("/"), Path("/dev/shm")):
+        check = partial(_check_disk, path, writes=path == state)
         answer = tools.run_bounded(check, timeout)
         if answer is None:
             unknown = {"total": 0, "free": 0, "inodes_free": None}
@@ -138,11 +139,11 @@ def _test_write(folder: Path) -> Optional[str]:
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
+            os.unlink(path)  # first: a process that hangs in the next calls is killed
             os.write(handle, bytes(4096))
             os.fsync(handle)
         finally:
             os.close(handle)
-            os.unlink(path)
     except OSError as error:
         return str(error.strerror)
     return None
