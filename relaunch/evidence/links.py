@@ -136,10 +136,8 @@ def read_present_faults(facts: Mapping[str, Any]) -> tuple[Finding, ...]:
     for row in rows if isinstance(rows, list) else ():
         if not isinstance(row, Mapping) or row.get("kind") != "rdma":
             continue
-        if not text(row.get("place"), 60).endswith(ETHERNET):
-            ports.append(row)
-        elif row.get("gone") is not True:
-            ports.append({**row, "before": None})
+        speaks_ethernet = text(row.get("place"), 60).endswith(ETHERNET)
+        ports.append({**row, "before": None} if speaks_ethernet else row)
     found = read_links({**facts, "links": {"ports": ports}}).findings
     return tuple(
         # What follows says when it had a link, or how its siblings do.

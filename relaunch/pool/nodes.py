@@ -585,8 +585,8 @@ two."""
 SWEEP_INTERVAL = timedelta(seconds=60)
 """Time between two probes of all nodes: how long ranks of no known job may go unseen."""
 FAULT_INTERVAL = timedelta(seconds=60)
-"""Time between two readings of a node with a fault that is not confirmed, while a job waits: it may
-be over."""
+"""Shortest time between two readings of a node with a fault that is not confirmed, while a job
+waits: it may be over. The fleet looks once a minute then."""
 INVENTORY_INTERVAL = timedelta(minutes=5)
 """Time between two readings of the GPUs of a node that no claim waits for: foreign processes stay
 for hours."""

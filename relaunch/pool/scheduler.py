@@ -295,11 +295,6 @@ class Scheduler:
                 + probe_delay(node, now)
                 for node in watched
             ]
-            later += [
-                node.inventory_at + FAULT_INTERVAL
-                for node in notable
-                if node.fault and node.is_fault_unconfirmed and node.inventory_at is not None
-            ]
             # Foreign processes on these GPUs may be gone by now.
             later += [
                 use.record.inventory_at + PROBE_LIFETIME

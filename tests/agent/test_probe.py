@@ -120,6 +120,16 @@ def test_a_look_says_nothing_of_a_disk_that_takes_long(
     assert disk == {"unreadable": "it did not answer within 0.3 s"}
 
 
+def test_a_look_leaves_counters_to_examinations(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(probe.gpus, "read", lambda *_, **__: {"gpus": []})
+    monkeypatch.setattr(probe.links, "read_ports", lambda *_, **how: asked.append(how) or {})
+    probe.look_at_hardware(tmp_path)
+    assert asked == [{"counts": False}]
+
+
 def test_the_test_of_a_disk_leaves_no_file_if_it_is_killed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
