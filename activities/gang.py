@@ -465,7 +465,8 @@ class WatchedShard:
             at = now - timedelta(seconds=float(value.get("age") or 0.0))
             # The age includes the time for which the node was suspended.
             if before is None and at < self._began_at:
-                at = min(at + self._gap, self._began_at)
+                # Neither is moved by a clock that was set back: an age is no time of the day.
+                at = min(at + max(self._gap, timedelta()), self._began_at)
             elif before is not None and known == counter:
                 at = before.at
             elif before is not None:

@@ -56,6 +56,9 @@ to the server's database. With the longest interval between heartbeats, that is 
 """
 RECONNECT_DELAYS_S = (0.1, 2.0)
 """Seconds between two attempts to reach a node: the first and the longest delay."""
+KNOWN_REFUSAL_DELAY_S = 60.0
+"""Seconds after which a watch reports a node that refuses to be watched, where the job has a fault
+or a question already and watches on. Otherwise a watch would follow the other without a pause."""
 
 
 class WatchActivities:
@@ -293,6 +296,10 @@ async def _follow(
                     if (doubt := _find_doubt(gang, node, line)) is not None:
                         break
                     if line.get("outcome") == "refused":
+                        if gang.input.hang_known:
+                            # The job has a fault or a question already, and watches on: the next
+                            # watch is refused as well.
+                            await asyncio.sleep(KNOWN_REFUSAL_DELAY_S)
                         _report_unknown_generation(gang, node, line)
                         return
                     if "hello" in line:

@@ -21,7 +21,12 @@ from relaunch.job.decide import (
     explain_unreachable,
     is_late,
 )
-from relaunch.job.diagnose import Fault, blame_lost_nodes, is_broken_beside_lost
+from relaunch.job.diagnose import (
+    SECRET_MISSING,
+    Fault,
+    blame_lost_nodes,
+    is_broken_beside_lost,
+)
 from relaunch.job.drain import check_drain_answer, find_drain
 from relaunch.job.events import (
     Answered,
@@ -764,9 +769,11 @@ def _apply_fault(job: JobState, fault: Fault, own: Diagnosis | None, now: dateti
         )
         job = replace(job, lost=(*job.lost, *silent))
     opened = fault.opened_at if isinstance(fault, FaultObserved | RanksHung) else now
-    if diagnosis.cause in OWN_CAUSES:
+    has_run = diagnosis.code != SECRET_MISSING or diagnosis.do_not_restart
+    if has_run and diagnosis.cause in OWN_CAUSES:
         job = _count_startup(_count_generation(job), diagnosis, opened)
-    job = count_failed_resume(job, diagnosis)
+    if has_run:
+        job = count_failed_resume(job, diagnosis)
     if job.lost and not (isinstance(fault, RanksHung) and may_leave_lost_behind(job)):
         # A gang that hangs continues when its lost node does; a rank that failed stays failed.
         job = replace(job, deferred_fault=own)

@@ -191,7 +191,7 @@ def _decide(
             return climb(job, Recovery(diagnosis), now, without=event.unreachable)
         case FaultObserved() | RanksHung() | LaunchFailed() | LaunchRefused():
             assert diagnosis is not None, "a fault is diagnosed before it is decided about"
-            decision = _decide_on_fault(job, blame_lost_nodes(job, event, diagnosis), now)
+            decision = _decide_on_fault(job, blame_lost_nodes(job, event, diagnosis), now, rules)
             if Rule.BROKEN_BESIDE_LOST in rules and is_broken_beside_lost(job, event, diagnosis):
                 return _leave_broken(job, decision, diagnosis, now)
             return decision
@@ -215,7 +215,7 @@ def _decide(
         case NodesSlow() if diagnosis is not None:
             return climb(job, Recovery(diagnosis), now, without=())
         case NodeUnreachable():
-            return _decide_on_unreachable(job, event, now)
+            return _decide_on_unreachable(job, event, now, rules)
         case NodeReturned() if job.deferred_fault is not None and (
             not job.lost or may_leave_lost_behind(job)
         ):
@@ -228,7 +228,7 @@ def _decide(
         case StepReached():
             return _running(job, f"training passed step {event.step - 1}", now, rules)
         case DeadlinePassed():
-            return _decide_on_deadline(job, now)
+            return _decide_on_deadline(job, now, rules)
         case CancelRequested():
             who = f" by {event.by}" if event.by else ""
             return Stop(
@@ -386,11 +386,16 @@ def _running(job: JobState, reason: str, now: datetime, rules: Rules = ALL_RULES
 
 def _wait_for_lost(job: JobState, reason: str, now: datetime, rules: Rules) -> Wait:
     """Return the decision to wait on for lost nodes, up to the deadline that they have."""
-    until = None
-    if Rule.LOST_DEADLINE in rules and not _finds_hang(job):
-        waits = job.phase is Phase.NODE_LOST and job.next.at is not None
-        until = job.next.at if waits else now + job.policy.timeouts.ask_after
+    keeps = Rule.LOST_DEADLINE in rules and not _finds_hang(job)
+    until = _find_lost_deadline(job, now, rules) if keeps else None
     return Wait(Phase.NODE_LOST, reason, next=_explain_lost_next(job), until=until)
+
+
+def _find_lost_deadline(job: JobState, now: datetime, rules: Rules) -> datetime:
+    """Return when a person is asked about lost nodes. Nothing that happens meanwhile delays it."""
+    waits = job.phase is Phase.NODE_LOST and Rule.LOST_DEADLINE in rules
+    known = job.next.at if waits else None
+    return known or now + job.policy.timeouts.ask_after
 
 
 def _finds_hang(job: JobState) -> bool:
@@ -453,8 +458,10 @@ def _describe_offer(job: JobState, more: tuple[str, ...]) -> str:
     )
 
 
-def _decide_on_unreachable(job: JobState, event: NodeUnreachable, now: datetime) -> Decision:
-    until = None if _finds_hang(job) else now + job.policy.timeouts.ask_after
+def _decide_on_unreachable(
+    job: JobState, event: NodeUnreachable, now: datetime, rules: Rules
+) -> Decision:
+    until = None if _finds_hang(job) else _find_lost_deadline(job, now, rules)
     reason = f"{explain_unreachable(event)}; nothing is stopped"
     return Wait(Phase.NODE_LOST, reason, next=_explain_lost_next(job), until=until)
 
@@ -472,7 +479,7 @@ def _describe_lost(job: JobState, how: str) -> str:
     return "; ".join([*clauses, *elsewhere[:2], *more])
 
 
-def _decide_on_deadline(job: JobState, now: datetime) -> Decision:
+def _decide_on_deadline(job: JobState, now: datetime, rules: Rules) -> Decision:
     match job.phase:
         case Phase.EXAMINING | Phase.REPAIRING if job.recovering is not None:
             return climb(job, job.recovering, now, without=job.lost_names)
@@ -502,6 +509,7 @@ def _decide_on_deadline(job: JobState, now: datetime) -> Decision:
                 f"{_describe_lost(job, 'still does not answer')}, and no person has answered",
                 question=f"`nodes declare-dead` it, or {ANSWERS}?",
                 without=_find_named(job),
+                ladder=_find_ladder(job) if Rule.SAME_QUESTION in rules else None,
                 reminders=job.reminders + 1,
             )
         case Phase.WAITING_FOR_PERSON if job.policy.unanswered == "remind" and job.asked:
@@ -743,7 +751,7 @@ def _leave_broken(job: JobState, decision: Decision, broken: Diagnosis, now: dat
     )
 
 
-def _decide_on_fault(job: JobState, diagnosis: Diagnosis, now: datetime) -> Decision:
+def _decide_on_fault(job: JobState, diagnosis: Diagnosis, now: datetime, rules: Rules) -> Decision:
     if diagnosis.do_not_restart:
         return Stop(
             Phase.FAILED,
@@ -762,7 +770,7 @@ def _decide_on_fault(job: JobState, diagnosis: Diagnosis, now: datetime) -> Deci
             Phase.NODE_LOST,
             diagnosis.reason,
             next=_explain_lost_next(job),
-            until=now + job.policy.timeouts.ask_after,
+            until=_find_lost_deadline(job, now, rules),
         )
     without = diagnosis.nodes if diagnosis.cause is Cause.NODE_LOST else job.lost_names
     return climb(job, Recovery(diagnosis), now, without=without)

@@ -10,6 +10,7 @@ from enum import StrEnum
 
 from relaunch.evidence.observations import RankExited
 from relaunch.job.events import (
+    DeadlinePassed,
     DrainRequested,
     Event,
     FaultObserved,
@@ -31,7 +32,8 @@ class Rule(StrEnum):
     NODE_REFUSES = "a-node-refuses"
     """A node that refuses what has run before, or what other nodes accept, is at fault itself."""
     LOST_DEADLINE = "keep-the-deadline-of-lost-nodes"
-    """A person is still asked about lost nodes when one of them has come back."""
+    """A person is still asked about lost nodes when one of them has come back, or another one was
+    lost, or ranks have failed."""
     OPEN_QUESTION = "an-open-question-stays"
     """What happens to ranks beside a lost node closes no question to a person that it would only
     ask again, and nothing that a person has taken over."""
@@ -42,6 +44,8 @@ class Rule(StrEnum):
     user wrote."""
     EARLY_DRAIN = "drain-of-a-granted-node"
     """A request to leave a node counts before the job has taken the node in."""
+    SAME_QUESTION = "a-reminder-asks-the-same"
+    """A question about a lost node that is asked again stays that of the ladder which asked it."""
     BROKEN_BESIDE_LOST = "broken-beside-a-lost-node"
     """A node whose hardware is broken is left together with one that is lost."""
 
@@ -85,19 +89,25 @@ def may_lack_gpus(job: JobState, fault: FaultObserved) -> bool:
         words in line
         for one in fault.observations
         if isinstance(one, RankExited)
-        for line in (*one.log_tail, one.error.message if one.error is not None else "")
+        for line in (*one.log_tail, *_list_errors(one))
         for words in NO_SUCH_GPU
     )
+
+
+def _list_errors(exit_: RankExited) -> tuple[str, ...]:
+    return () if exit_.error is None else (exit_.error.message, exit_.error.traceback or "")
 
 
 def list_affected(job: JobState, event: Event) -> Rules:
     """Return the rules that may make a difference for an event, most often none."""
     is_asked = job.phase is Phase.WAITING_FOR_PERSON
+    lost: Rules = (Rule.LOST_DEADLINE,) if job.lost else ()
+    asked: Rules = (Rule.OPEN_QUESTION,) if is_asked else ()
     match event:
         case LaunchRefused():
-            return (Rule.NODE_REFUSES, Rule.OPEN_QUESTION) if is_asked else (Rule.NODE_REFUSES,)
+            return (Rule.NODE_REFUSES, *lost, *asked)
         case NodeReturned() | StepReached() if job.lost:
-            return (Rule.LOST_DEADLINE, Rule.OPEN_QUESTION) if is_asked else (Rule.LOST_DEADLINE,)
+            return (*lost, *asked)
         case DrainRequested():
             return (Rule.EARLY_DRAIN,)
         case NodesAcquired() | NodesMissing() if is_asked:
@@ -105,9 +115,10 @@ def list_affected(job: JobState, event: Event) -> Rules:
         case FaultObserved():
             missing = (Rule.FEWER_GPUS,) if may_lack_gpus(job, event) else ()
             broken = (Rule.BROKEN_BESIDE_LOST,) if job.lost else ()
-            asked = (Rule.OPEN_QUESTION,) if is_asked else ()
-            return (*missing, *broken, *asked)
-        case RanksHung() | NodeUnreachable() | LaunchFailed() if is_asked:
-            return (Rule.OPEN_QUESTION,)
+            return (*missing, *broken, *lost, *asked)
+        case RanksHung() | NodeUnreachable() | LaunchFailed():
+            return (*lost, *asked)
+        case DeadlinePassed() if is_asked and job.lost:
+            return (Rule.SAME_QUESTION,)
         case _:
             return ()

@@ -6,13 +6,14 @@ A fault is diagnosed here, once, and both the record of it (`apply`) and the dec
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import datetime
 
 from relaunch.job.apply import apply_decision, apply_event
 from relaunch.job.decide import decide, is_late
 from relaunch.job.diagnose import Fault, diagnose
 from relaunch.job.events import Event, NodesSlow
-from relaunch.job.rules import ALL_RULES, Rules
+from relaunch.job.rules import ALL_RULES, Rule, Rules, list_affected
 from relaunch.job.slow_nodes import diagnose_slow_nodes
 from relaunch.job.state import Decision, Diagnosis, JobState
 
@@ -27,6 +28,21 @@ def step(
     """
     job, decision = evaluate_event(job, event, now, rules)
     return apply_decision(job, decision, now), decision
+
+
+def find_rules(
+    job: JobState, event: Event, now: datetime, has_patch: Callable[[Rule], bool]
+) -> Rules:
+    """Return the rules in force for an event of a job whose history may be from before some.
+
+    `has_patch` is asked only where the rules make a difference, and then for each that may: one
+    hides what another one changes.
+    """
+    affected = list_affected(job, event)
+    older = tuple(rule for rule in ALL_RULES if rule not in affected)
+    if not affected or step(job, event, now) == step(job, event, now, older):
+        return ALL_RULES
+    return (*older, *(rule for rule in affected if has_patch(rule)))
 
 
 def evaluate_event(

@@ -6,6 +6,7 @@ The watch, the launch and the look go on for the others, and name that node.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from syrupy.assertion import SnapshotAssertion
 from temporalio.client import Client
 
 from relaunch.activities import gang as gang_module
+from relaunch.activities import watch as watch_module
 from relaunch.activities.fleet import FleetActivities, LookInput
 from relaunch.activities.launch import MAX_GENERATIONS_AHEAD, LaunchRanksOutput
 from relaunch.activities.reports import WatchHeartbeat, WatchReport
@@ -155,6 +157,21 @@ ANOTHER = {
 
 def say(line: dict[str, Any], sender: object = SENDER) -> dict[str, Any]:
     return line if sender is None else {**line, "sender": sender}
+
+
+@pytest.mark.parametrize(("is_known", "delay"), [(True, 0.3), (False, 1000.0)])
+async def test_a_refusal_beside_a_known_fault_is_reported_later(
+    is_known: bool, delay: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise one watch would follow the other without a pause."""
+    monkeypatch.setattr(watch_module, "KNOWN_REFUSAL_DELAY_S", delay)
+    fleet, _ = hostile(None, [say(REFUSED)])
+    await fleet.launch()
+    began = time.monotonic()
+    report = await fleet.watch(first_rank=0, world_size=4, hang_known=is_known)
+    if is_known:
+        assert time.monotonic() - began >= delay
+    assert "refuses to be watched" in str(report.events[0])
 
 
 @pytest.mark.parametrize("line", [PROGRESS, FAILED, END], ids=["heartbeat", "observation", "end"])

@@ -170,7 +170,7 @@ async def test_a_jump_of_the_wall_clock_is_no_standstill(
     wall.jump(jump)
     pace = replace(before.pace, step=None, position=None, advanced_at=None)
     watched = WatchedShard(input, pace, before)
-    hear(2, asleep)
+    hear(2, asleep + 5)
     assert not is_overdue(), "in the next attempt"
     watched = WatchedShard(input, pace, replace(before, boot="another"))
     hear(2, asleep)

@@ -30,7 +30,7 @@ with workflow.unsafe.imports_passed_through():
         Submitted,
         WorkflowReset,
     )
-    from relaunch.job.rules import ALL_RULES, is_open_question, list_affected
+    from relaunch.job.rules import is_open_question
     from relaunch.job.state import (
         Ask,
         Decision,
@@ -43,7 +43,7 @@ with workflow.unsafe.imports_passed_through():
         Stop,
         Wait,
     )
-    from relaunch.job.step import step
+    from relaunch.job.step import find_rules, step
     from relaunch.messages.jobs import (
         CarriedState,
         ClaimsCarried,
@@ -203,13 +203,8 @@ class TrainingJob(MessageHandlers):
 
     def _step(self, event: Event) -> tuple[JobState, Decision]:
         job, now = self._session.job, workflow.now()
-        rules = ALL_RULES
+        rules = find_rules(job, event, now, workflow.patched)
         after, decision = step(job, event, now, rules)
-        for rule in list_affected(job, event):
-            fewer = tuple(one for one in rules if one is not rule)
-            before = step(job, event, now, fewer)
-            if before != (after, decision) and not workflow.patched(rule):
-                rules, (after, decision) = fewer, before
         if not isinstance(decision, Examine):
             return after, decision
         if decision.links and not workflow.patched(LINKS_PATCH):
