@@ -91,11 +91,11 @@ def read_start_time(pid: int) -> int | None:
     Return None if there is no such process, or only a zombie.
     """
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
-    # Field 2 is the name in parentheses and may contain anything; field 3 is the state, 22 the
-    # start time.
+    # Field 2 is the name in parentheses and may contain anything, also half a letter; field 3 is
+    # the state, 22 the start time.
     fields = stat.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else int(fields[19])
 

@@ -68,7 +68,8 @@ def _list_ranks(state: Path, job: str) -> list[tuple[int, int, int]]:
 
 def _handles(pid: int, number: signal.Signals) -> bool:
     """Return whether a process has installed a handler of a signal."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+    # The name in it may end in the middle of a letter.
+    for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
         if line.startswith("SigCgt:"):
             return bool(int(line.split()[1], 16) >> (number - 1) & 1)
     return False

@@ -23,6 +23,8 @@ signal.signal(signal.SIGUSR1, lambda number, frame: os.write(1, b"got it\\n"))
 print("ready", flush=True)
 sys.stdin.read()
 """
+RENAMED = "import ctypes; ctypes.CDLL(None).prctl(15, (14 * 'x' + 'ä').encode(), 0, 0, 0)"
+"""Has the kernel cut the process's name after 15 bytes, in the middle of a letter."""
 IGNORES = "import sys; print('ready', flush=True); sys.stdin.read()"
 
 
@@ -75,6 +77,15 @@ def test_only_ranks_that_handle_a_signal_get_it(tmp_path: Path) -> None:
             assert send(signal.SIGUSR2) == none.replace("1", "2")
             assert (rank.poll(), silent.poll()) == (None, None)
         assert send() == none, "the record of a rank that has ended"
+
+
+def test_a_rank_whose_name_is_cut_in_a_letter_gets_it(tmp_path: Path) -> None:
+    with record_rank(tmp_path, 0, RENAMED + HANDLES) as rank:
+        assert Path(f"/proc/{rank.pid}/comm").read_bytes() == b"xxxxxxxxxxxxxx\xc3\n"
+        assert rank_signals.pass_on(tmp_path, "llama", signal.SIGUSR1) == (
+            "SIGUSR1 passed on to 1 rank"
+        )
+        assert rank.stdout is not None and rank.stdout.readline() == "got it\n"
 
 
 @pytest.mark.long
