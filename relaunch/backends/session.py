@@ -101,6 +101,8 @@ class AgentSession:
         self._sent_over: Link | None = None
         """The connection over which the node has said that py-spy is there."""
         self._link: Link | None = None
+        self._is_before_keys = False
+        """Whether the agent of the newest connection is of release 0.1.0."""
         self._is_retired = False
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -178,7 +180,7 @@ class AgentSession:
         started = answers.parse(self._node, "start", answers.StartAnswer, answer)
         warm = started.warm
         cold = None if warm is None else "" if warm.forked else warm.reason or "no reason was given"
-        if order.warm and self._link is not None and self._link.binder.is_before_keys:
+        if order.warm and self._is_before_keys:
             cold = NOT_AHEAD
         pids = {int(rank): pid for rank, pid in started.pids.items()}
         return StartedRanks(self._node, pids, started.already, cold)
@@ -198,6 +200,7 @@ class AgentSession:
 
     async def warm(self, order: WarmOrder) -> WarmNode | Refusal:
         if (await self._open()).binder.is_before_keys:
+            self._close_if_retired()
             return Refusal(self._node, "unknown_order", NOT_AHEAD)
         body: dict[str, Any] = {
             "keep": order.keep,
@@ -438,6 +441,8 @@ class AgentSession:
         link, self._link = self._link, None
         if link is not None:
             await link.close()
+        if self._closing:
+            await asyncio.wait(self._closing)
 
     def retire(self) -> None:
         """Close the session as soon as no command runs in it, a watch included.
@@ -449,7 +454,9 @@ class AgentSession:
 
     def _close_if_retired(self) -> None:
         if self._is_retired and self._link is not None and self._link.is_idle:
-            task = asyncio.create_task(self.close(), name=f"close session {self._node}")
+            # A command that begins before the task runs opens another session.
+            link, self._link = self._link, None
+            task = asyncio.create_task(link.close(), name=f"close session {self._node}")
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
@@ -462,14 +469,11 @@ class AgentSession:
         nothing at all.
         """
         answer = await self._call_once(command, order, within)
-        if (
-            answer["outcome"] == "refused"
-            and answer.get("why") == "late"
-            and self._link is not None
-        ):
+        if answer["outcome"] == "refused" and answer.get("why") == "late":
             # It was not carried out, and is wanted still: the two clocks have drifted apart since
-            # the session began.
-            self._link.binder.set_clock(answer.get("stamp"))
+            # the session began. Another session, where this one is closed, reads the clock again.
+            if self._link is not None:
+                self._link.binder.set_clock(answer.get("stamp"))
             answer = await self._call_once(command, order, within)
         return answer
 
@@ -529,11 +533,13 @@ class AgentSession:
             yield link, id_, inbox
         finally:
             link.over(id_)
-            if command in ("watch", "diagnose"):
-                # A broken session has already closed the command on the node.
-                with contextlib.suppress(Unreachable):
-                    await link.send({"id": id_, "close": True})
-            self._close_if_retired()
+            try:
+                if command in ("watch", "diagnose"):
+                    # A broken session has already closed the command on the node.
+                    with contextlib.suppress(Unreachable):
+                        await link.send({"id": id_, "close": True})
+            finally:  # also where the caller is cancelled once more meanwhile
+                self._close_if_retired()
 
     async def _open(self) -> Link:
         async with self._opening:
@@ -553,6 +559,7 @@ class AgentSession:
                 pipe.kill()
                 raise
             self._link = Link(self._node, pipe, self._within, self._silence_breaks, greeting)
+            self._is_before_keys = self._link.binder.is_before_keys
             return self._link
 
     async def _read_greeting(self, pipe: Pipe) -> Mapping[str, Any]:

@@ -18,9 +18,19 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from relaunch.backends.base import BackendError, ProtocolError, Refusal, StartOrder, Unreachable
+from relaunch.backends.base import (
+    BackendError,
+    ProtocolError,
+    Refusal,
+    StartedRanks,
+    StartOrder,
+    StopOrder,
+    StopProof,
+    Unreachable,
+    WarmOrder,
+)
 from relaunch.backends.pipe import ProcessPipe
-from relaunch.backends.session import AgentSession
+from relaunch.backends.session import NOT_AHEAD, AgentSession
 from relaunch.generation import Token
 
 pytestmark = pytest.mark.asyncio
@@ -46,6 +56,7 @@ PATIENCE = 60.0
 """Seconds before a test says that something does not happen: the machine may be busy."""
 Open = Callable[..., AgentSession]
 BOOT = {"outcome": "done", "boot_id": "b1"}
+TOKEN = Token("default", "llama", 1, 1)
 
 
 @pytest_asyncio.fixture
@@ -81,7 +92,7 @@ async def test_the_secrets_of_a_job_are_variables_of_its_ranks(opened: Open) -> 
     echo = '{"outcome": "refused", "why": "env", "reason": json.dumps(order["order"]["env"])}'
     session = opened({}, AGENT.replace('answers.get(order["command"])', echo))
     start = StartOrder(
-        Token("default", "llama", 1, 1),
+        TOKEN,
         "n1",
         ("train",),
         None,
@@ -309,3 +320,93 @@ async def test_a_pipe_that_breaks_is_no_error_in_the_log() -> None:
     await asyncio.sleep(0)
     gc.collect()
     assert said == []
+
+
+async def test_an_order_to_a_retired_session_is_never_broken_off(opened: Open) -> None:
+    session = opened(
+        {"list": {"outcome": "done", "jobs": []}, "stop": {"outcome": "done", "stopped": []}}
+    )
+    await session.list()
+    session.retire()
+    assert not session.is_open
+    for _ in range(2):  # each in a session that is closed after it
+        await session.list()
+        assert not session.is_open
+        assert await session.stop(StopOrder(TOKEN, 1.0, 1.0)) == StopProof("n1")
+
+
+async def test_a_late_order_to_a_retired_session_is_given_again(
+    opened: Open, tmp_path: Path
+) -> None:
+    late = {"outcome": "refused", "why": "late", "reason": "too late", "stamp": 1.0}
+    path = tmp_path / "asked"
+    first = f"""
+import os
+def answer(command):
+    if os.path.exists({str(path)!r}):
+        return {BOOT!r}
+    open({str(path)!r}, "w").close()
+    return {late!r}
+"""
+    session = opened({}, first + AGENT.replace("answers.get(", "answer("))
+    session.retire()
+    assert await ask(session, "reboot") == BOOT
+
+
+async def test_a_retired_session_says_that_0_1_0_imports_nothing(opened: Open) -> None:
+    session = opened({"start": {"outcome": "done", "pids": {}, "already": False}})
+    session.retire()
+    start = StartOrder(
+        TOKEN, "n1", ("train",), None, {}, (), (), 0.0, "5ec7e7", fences=True, warm=("torch",)
+    )
+    started = await session.start(start)
+    assert isinstance(started, StartedRanks) and started.cold == NOT_AHEAD
+    refused = await session.warm(WarmOrder(TOKEN, "default", 60.0, ("train",), None, {}, (), ()))
+    assert isinstance(refused, Refusal) and refused.reason == NOT_AHEAD
+    assert not session.is_open
+
+
+class StuckPipe:
+    """A pipe whose node takes nothing more once a command is to be closed."""
+
+    def __init__(self, pipe: ProcessPipe) -> None:
+        self._pipe = pipe
+        self.is_stuck = asyncio.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pipe, name)
+
+    async def write(self, data: bytes) -> None:
+        if b'"close"' in data:
+            self.is_stuck.set()
+            await asyncio.Event().wait()
+        await self._pipe.write(data)
+
+
+async def test_a_watch_cancelled_twice_closes_a_retired_session() -> None:
+    pipes: list[StuckPipe] = []
+
+    async def connect() -> StuckPipe:
+        words = (sys.executable, "-S", "-c", AGENT, "{}")
+        pipes.append(StuckPipe(await ProcessPipe.start(*words, env=os.environ)))
+        return pipes[-1]
+
+    session, is_watching = AgentSession("n1", connect, 100 * PATIENCE), asyncio.Event()
+
+    async def watch() -> None:
+        async with session.watch(TOKEN, 0, 1.0):
+            is_watching.set()
+            await asyncio.Event().wait()
+
+    watching = asyncio.create_task(watch())
+    async with asyncio.timeout(PATIENCE):
+        await is_watching.wait()
+        session.retire()
+        assert session.is_open
+        watching.cancel()
+        await pipes[0].is_stuck.wait()
+        watching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await watching
+        assert not session.is_open
+        await pipes[0].wait()
