@@ -14,6 +14,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -26,24 +27,24 @@ PR_SET_NAME = 15
 DEFAULT_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PIDFD_OPEN = 434
 """The number of pidfd_open(2), the same on all processors that relaunch runs on."""
+LOOK_INTERVAL_S = 0.05
+"""Seconds between two looks at whether a child has ended, where the kernel does not tell."""
 
 
-def _open_pidfd(pid: int) -> int:
+def _open_pidfd(pid: int) -> int | None:
     """Return a descriptor of a process, which is readable once it has ended.
 
-    A Python that was built with headers of a kernel before 5.3 has no `os.pidfd_open`, whatever
-    kernel it runs on; uv's were until July 2026.
-
-    Raises:
-        OSError: The kernel is older than 5.3.
+    Return None where there is none: the kernel is older than 5.3, or a container forbids it. A
+    Python that was built with headers of such a kernel has no `os.pidfd_open`, whatever kernel it
+    runs on; uv's were until July 2026.
     """
     if hasattr(os, "pidfd_open"):
-        return os.pidfd_open(pid)
-    handle: int = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_OPEN, pid, 0)
-    if handle < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"pidfd_open: {os.strerror(code)}")
-    return handle
+        try:
+            return os.pidfd_open(pid)
+        except OSError:
+            return None
+    handle: int = ctypes.CDLL(None).syscall(_PIDFD_OPEN, pid, 0)
+    return handle if handle >= 0 else None
 
 
 class Fork:
@@ -73,14 +74,22 @@ class Fork:
         Raises:
             subprocess.TimeoutExpired: It still runs.
         """
-        select.select([self._handle], [], [], timeout)
-        if self.poll() is None:
-            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
-        assert self.returncode is not None
-        return self.returncode
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if self._handle is not None:
+            select.select([self._handle], [], [], timeout)
+        while (code := self.poll()) is None:
+            left = LOOK_INTERVAL_S if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
+            time.sleep(min(LOOK_INTERVAL_S, left))
+        return code
 
     async def wait_async(self) -> int:
         """Wait for the end; return the exit code."""
+        if self._handle is None:
+            while (code := self.poll()) is None:  # noqa: ASYNC110 - no event tells of the end
+                await asyncio.sleep(LOOK_INTERVAL_S)
+            return code
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
         loop.add_reader(self._handle, ended.set)

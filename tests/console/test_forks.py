@@ -1,4 +1,4 @@
-"""Children that begin as forks (relaunch.cli.forks), in a Python without `os.pidfd_open`.
+"""Children that begin as forks (relaunch.cli.forks), where Python or the kernel has no pidfds.
 
 Real processes: each program runs apart, because only a process with one thread may fork.
 """
@@ -9,10 +9,28 @@ import subprocess
 import sys
 from pathlib import Path
 
-WITHOUT_PIDFDS = """
+import pytest
+
+WITHOUT_THOSE_OF_PYTHON = "import os, signal; del os.pidfd_open, signal.pidfd_send_signal\n"
+WITHOUT_THOSE_OF_THE_KERNEL = """
+import ctypes, errno, struct
+
+def refuse(call, code):
+    # Load the number of the system call; compare it; return an error, or allow it.
+    words = ((0x20, 0, 0, 0), (0x15, 0, 1, call), (6, 0, 0, 0x50000 | code), (6, 0, 0, 0x7FFF0000))
+    rules = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *one) for one in words))
+    program = ctypes.create_string_buffer(struct.pack("HP", len(words), ctypes.addressof(rules)))
+    libc = ctypes.CDLL(None, use_errno=True)
+    for option, value, pointer in ((38, 1, 0), (22, 2, ctypes.addressof(program))):
+        if libc.prctl(option, value, ctypes.c_void_p(pointer), 0, 0):
+            raise OSError(ctypes.get_errno(), "prctl")
+
+refuse(434, errno.ENOSYS)
+"""
+"""As a kernel before 5.3, or a container whose seccomp filter does not know pidfd_open."""
+AWAIT = """
 import asyncio, os, signal, subprocess, sys, time
 from pathlib import Path
-del os.pidfd_open, signal.pidfd_send_signal
 from relaunch.cli.forks import fork
 
 def sleep():
@@ -32,7 +50,16 @@ print("all ended")
 """
 
 
-def test_a_child_is_awaited_without_pidfds_of_python(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", WITHOUT_PIDFDS, str(tmp_path / "log")]
+@pytest.mark.parametrize(
+    "without",
+    [
+        WITHOUT_THOSE_OF_PYTHON,
+        WITHOUT_THOSE_OF_THE_KERNEL,
+        WITHOUT_THOSE_OF_PYTHON + WITHOUT_THOSE_OF_THE_KERNEL,
+    ],
+    ids=["python", "kernel", "both"],
+)
+def test_a_child_is_awaited_without_pidfds(tmp_path: Path, without: str) -> None:
+    command = [sys.executable, "-c", without + AWAIT, str(tmp_path / "log")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.stdout, ended.stderr) == ("all ended\n", "")
