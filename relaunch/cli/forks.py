@@ -92,11 +92,14 @@ class Fork:
             return code
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
-        loop.add_reader(self._handle, ended.set)
+        # A descriptor for each who waits: a loop knows one reader of a descriptor.
+        handle = os.dup(self._handle)
+        loop.add_reader(handle, ended.set)
         try:
             await ended.wait()
         finally:
-            loop.remove_reader(self._handle)
+            loop.remove_reader(handle)
+            os.close(handle)
         return self.wait(0)
 
     def terminate(self) -> None:

@@ -63,3 +63,35 @@ def test_a_child_is_awaited_without_pidfds(tmp_path: Path, without: str) -> None
     command = [sys.executable, "-c", without + AWAIT, str(tmp_path / "log")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.stdout, ended.stderr) == ("all ended\n", "")
+
+
+AWAIT_TWICE = """
+import asyncio, signal, sys, time
+from pathlib import Path
+from relaunch.cli.forks import fork
+
+def sleep():
+    time.sleep(1000)
+    return 0
+
+async def wait():
+    before, after = (asyncio.create_task(child.wait_async()) for _ in range(2))
+    await asyncio.sleep(0)  # both wait
+    before.cancel()
+    await asyncio.wait({before})
+    child.terminate()
+    return await asyncio.wait_for(after, 30)
+
+child = fork("long", Path(sys.argv[1]), sleep, is_attended=False)
+try:
+    assert asyncio.run(wait()) == -signal.SIGTERM
+finally:
+    child.kill()
+print("it ended")
+"""
+
+
+def test_a_cancelled_wait_leaves_the_other_waits_alone(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", AWAIT_TWICE, str(tmp_path / "log")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.stdout, ended.stderr) == ("it ended\n", "")
