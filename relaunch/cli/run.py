@@ -15,10 +15,12 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from relaunch.cli import environment, files, rank_signals, torchrun
+from relaunch.cli.cancellation import Cancellation, explain
 from relaunch.cli.own_service import OwnService, keep_agents, start_own
 from relaunch.cli.rank_output import RunOutput
 from relaunch.config import ConfigError, Settings
@@ -39,6 +41,8 @@ SUBMIT_TIMEOUT_S = 60.0
 OUTPUT_CHECK_INTERVAL_S = 0.5
 EXIT_TIMEOUT_S = 2.5
 """Seconds that a second ctrl-C takes at most."""
+CANCEL_TIMEOUT_S = 60.0
+"""Seconds for which a job that can no longer be followed is tried to be cancelled."""
 
 
 @dataclass(frozen=True)
@@ -379,8 +383,9 @@ async def _wait_for_job(
 ) -> int | None:
     """Wait for the job and return its exit code.
 
-    The first interruption cancels the job; a second ctrl-C or SIGTERM makes this return None at
-    once.
+    The first interruption cancels the job, and others have that tried again if the server did not
+    take it; a second ctrl-C or SIGTERM makes this return None at once. It also returns None where
+    the job is cancelled and can no longer be followed.
 
     Args:
         keeping: Keeps the job's server; it ends only if that cannot be kept.
@@ -389,22 +394,26 @@ async def _wait_for_job(
         ConfigError: The job's server is gone.
     """
     servers = set() if keeping is None else {keeping}
-    following = asyncio.create_task(follow())
+    following: asyncio.Task[int | None] = asyncio.create_task(follow())
     watching = asyncio.create_task(_watch_output(interruptions, outlives_terminal))
     interrupted = asyncio.create_task(interruptions.get())
-    cancelling: asyncio.Task[bool] | None = None
+    cancellation: Cancellation | None = None
     try:
         while True:
             await asyncio.wait(
                 {following, interrupted, *servers}, return_when=asyncio.FIRST_COMPLETED
             )
             if following.done():
-                if not _is_broken_output(following.exception()):
+                error = following.exception()
+                if _is_broken_output(error):
+                    _discard_broken_output()
+                    if not outlives_terminal:
+                        interruptions.put_nowait(OUTPUT_CLOSED)
+                    following = asyncio.create_task(follow())
+                elif error is None or cancellation is None or cancellation.trying.done():
                     return following.result()
-                _discard_broken_output()
-                if not outlives_terminal:
-                    interruptions.put_nowait(OUTPUT_CLOSED)
-                following = asyncio.create_task(follow())
+                else:
+                    following = asyncio.create_task(_outlast(cancellation, error, say))
                 continue
             if keeping is not None and keeping.done():
                 following.cancel()
@@ -412,32 +421,37 @@ async def _wait_for_job(
             interruption = interrupted.result()
             interrupted = asyncio.create_task(interruptions.get())
             _discard_broken_output()  # a closed terminal sends SIGHUP first
-            if cancelling is None:
+            if cancellation is None:
                 say(f"cancelling job {name}; press ctrl-C again to exit at once")
-                cancelling = asyncio.create_task(_cancel(cancel, interruption.reason, say))
-            elif interruption.insists:
-                has_ended = cancelling.done() and not cancelling.result()
-                rest = "" if has_ended else f"; the cancellation of job {name} continues"
-                say(f"exiting{rest}")
+                cancellation = Cancellation(partial(cancel, interruption.reason), name, say)
+                continue
+            cancellation.hurry()
+            if interruption.insists:
+                say(f"exiting{cancellation.describe()}")
                 following.cancel()
                 # The request itself must be sent, and what is not printed be said.
-                await asyncio.wait([cancelling, following], timeout=EXIT_TIMEOUT_S)
+                await asyncio.wait([cancellation.trying, following], timeout=EXIT_TIMEOUT_S)
+                if keeping is None:  # else the job's server cancels it: this program has ended
+                    cancellation.give_up()
                 return None
     finally:
         for task in (watching, interrupted):
             task.cancel()
 
 
-async def _cancel(
-    cancel: Callable[[str], Coroutine[Any, Any, None]], reason: str, say: Callable[[str], None]
-) -> bool:
-    """Cancel a job; return whether it could be: its last output may be printed after its end."""
-    try:
-        await cancel(reason)
-    except ConfigError as error:
-        say(str(error))
-        return False
-    return True
+async def _outlast(
+    cancellation: Cancellation, error: BaseException, say: Callable[[str], None]
+) -> None:
+    """Wait until the server has taken the cancellation of a job that is followed no more.
+
+    Raises:
+        BaseException: The error that ended the following: the server has not, after a while.
+    """
+    await asyncio.wait([cancellation.trying], timeout=CANCEL_TIMEOUT_S)
+    cancellation.give_up()
+    if not cancellation.is_taken:
+        raise error
+    say(f"exiting{cancellation.describe()}; it is followed no more: {explain(error)}")
 
 
 def _is_broken_output(error: BaseException | None) -> bool:
