@@ -181,6 +181,15 @@ def read_process(pid: int) -> Process | None:
     return Process(pid, fields[0].decode(), *numbers)
 
 
+def read_or_hide(pid: int, parent: int = HIDDEN) -> Process | None:
+    """Return a process, also if /proc hides it: it counts as living then. None if it has ended."""
+    process = read_process(pid)
+    if process is None and not can_signal(pid):
+        # It lives, and says nothing else: a rank has started it with sudo.
+        return Process(pid, "?", parent, HIDDEN, HIDDEN, 1, HIDDEN)
+    return process
+
+
 _PF_EXITING = 0x4
 """In the flags of /proc/<pid>/stat, from when a process begins to end (include/linux/sched.h)."""
 
@@ -285,10 +294,7 @@ def list_descendants(ancestor: int, without: Iterable[int] = ()) -> list[Process
         listed = [ancestor]
         while listed:
             for pid in _read_children(parent := listed.pop()):
-                candidate = None if pid in excluded else read_process(pid)
-                if candidate is None and pid not in excluded and not can_signal(pid):
-                    # It lives, and says nothing else: a rank has started it with sudo.
-                    candidate = Process(pid, "?", parent, HIDDEN, HIDDEN, 1, HIDDEN)
+                candidate = None if pid in excluded else read_or_hide(pid, parent)
                 if candidate is not None:
                     listed.append(pid)
                     if candidate.is_alive:
@@ -382,6 +388,54 @@ def find_by_token(
     return matching
 
 
+def find_hidden(groups: dict[int, int], found: Iterable[Process]) -> list[Process]:
+    """Return what /proc may hide of the groups of known ranks, as one process for each group.
+
+    A rank has started it with sudo, or has become it. The pid is that of the rank, and may be left
+    only as the number of its group. A group counts until it has no member, also no dead one that
+    its parent has not reaped, because beside such a one nothing tells of the others. Where another
+    user's session has got the number meanwhile, that cannot be told, and it is returned as well.
+
+    Args:
+        groups: pid and start time of the ranks; HIDDEN if it was never known.
+        found: what is left of them as far as /proc shows it. Their groups are left out.
+    """
+    if os.geteuid() == 0 or read_process(1) is not None:  # nothing is hidden
+        return []
+    known_groups = {process.group for process in found}
+    hidden = []
+    for leader, started in groups.items():
+        process = read_process(leader)
+        if leader in known_groups or (process is not None and process.started != started):
+            continue
+        if process is None and not can_signal(leader):
+            is_left = started == HIDDEN or _may_lead_session(leader)
+        else:
+            is_left = _has_members(leader)
+        if is_left:
+            hidden.append(Process(leader, "?", HIDDEN, leader, HIDDEN, 1, HIDDEN))
+    return hidden
+
+
+def _has_members(leader: int) -> bool:
+    """Return whether a group has any member, dead ones that were not reaped included."""
+    try:
+        os.killpg(leader, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _may_lead_session(pid: int) -> bool:
+    """Return whether a process leads a session, as each rank does; also True if unknown."""
+    try:
+        return os.getsid(pid) == pid
+    except OSError:
+        return True
+
+
 def add_dying(left: list[Process], killed: list[Process]) -> list[Process]:
     """Return `left` and those of `killed` that are not gone yet.
 
@@ -436,6 +490,17 @@ def can_signal(pid: int) -> bool:
     """Return whether this user may signal a process; also True if it is gone."""
     try:
         os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return True
+
+
+def can_signal_group(leader: int) -> bool:
+    """Return whether this user may signal any process of a group; also True if none is left."""
+    try:
+        os.killpg(leader, 0)
     except ProcessLookupError:
         return True
     except PermissionError:

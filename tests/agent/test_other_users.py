@@ -5,6 +5,7 @@ What cannot be ended keeps the node, and crashes nothing.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 from real_node import Node, expect_done, is_alive, refusal, token, wait_for
 
+from relaunch.agent.ranks import cgroup
 from relaunch.backends.py_spy import find_program
 
 USER = 65534
@@ -73,6 +75,34 @@ def ordinary(agent: Path, request: pytest.FixtureRequest) -> Iterator[OrdinaryNo
     yield node
     node.kill_everything()
     shutil.rmtree(folder)
+
+
+@pytest.fixture
+def delegated(ordinary: OrdinaryNode) -> Iterator[OrdinaryNode]:
+    """The same node in a control group that is its user's, as systemd delegates one."""
+    own = cgroup._find_own()
+    if own is None:
+        pytest.skip("cgroup v2 is not mounted here")
+    folder = own / f"relaunch-user-{os.getpid()}"
+    try:
+        folder.mkdir()
+        os.chown(folder, USER, USER)
+        for name in ("cgroup.procs", "cgroup.subtree_control", "cgroup.threads"):
+            os.chown(folder / name, USER, USER)
+    except OSError:
+        pytest.skip("no control group can be made here")
+    wrapper = Path(ordinary.interpreter)
+    first, _, rest = wrapper.read_text().partition("\n")
+    wrapper.write_text(f"{first}\necho $$ > {folder}/cgroup.procs\n{rest}")
+    yield ordinary
+    ordinary.kill_everything()
+    for below in [*folder.glob("relaunch-*"), folder]:
+        wait_for(lambda path=below: remove_folder(path), f"{below} is not empty")
+
+
+def remove_folder(folder: Path) -> bool:
+    cgroup.remove(str(folder))
+    return not folder.exists()
 
 
 def run_with_root_child(node: OrdinaryNode, way: str, **more: Any) -> tuple[dict[str, int], int]:
@@ -153,6 +183,88 @@ def test_a_process_that_proc_hides_ends_no_agent(ordinary: OrdinaryNode) -> None
     finally:
         end(stray)
     expect_done(node.prepare(2))
+
+
+def find_group(node: OrdinaryNode, stray: int) -> Path:
+    """Return the control group of a generation, once this process was moved there."""
+    found = json.loads((node.folder() / "started.json").read_text())["cgroup"]
+    assert found is not None, "the user of the agent can make no control group"
+    members = Path(found) / "cgroup.procs"
+    wait_for(lambda: str(stray) in members.read_text().split())
+    return Path(found)
+
+
+def await_reaped(pids: dict[str, int]) -> None:
+    """Wait until init has reaped these ranks: until then their groups count as left."""
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.values()))
+
+
+def kill_helpers(node: OrdinaryNode) -> None:
+    """Kill what kills in place of another: nothing but a stop looks for the ranks then."""
+    helpers = [node.pid(of) for of in ("supervisor", "guard", "shim")]
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in helpers:
+            os.kill(pid, number)
+
+
+@pytest.mark.parametrize("ordinary", ["hidepid=1", "hidepid=2"], indirect=True)
+def test_a_stop_kills_hidden_members_of_a_control_group(delegated: OrdinaryNode) -> None:
+    _, stray = run_with_root_child(delegated, "setsid")
+    try:
+        find_group(delegated, stray)
+        kill_helpers(delegated)
+        assert is_alive(stray), "something else killed it: the test shows nothing"
+        expect_done(delegated.stop())
+        assert not is_alive(stray)
+    finally:
+        if is_alive(stray):
+            end(stray)
+
+
+@pytest.mark.parametrize("ordinary", ["hidepid=1", "hidepid=2"], indirect=True)
+def test_hidden_members_without_cgroup_kill_are_stuck(delegated: OrdinaryNode) -> None:
+    """As where the kernel is older than 5.14."""
+    node = delegated
+    pids, stray = run_with_root_child(node, "setsid")
+    try:
+        kill = find_group(node, stray) / "cgroup.kill"
+        if kill.exists():
+            os.chown(kill, 0, 0)
+            kill.chmod(0o400)
+        watch = node.watch()
+        watch.read_until("heartbeat")
+        os.kill(node.pid("shim"), signal.SIGKILL)
+        assert f"pid {stray} " in watch.read_observation("ShimDied")["reason"]
+        await_reaped(pids)
+        for answer in (node.prepare(2, stuck_after=0.5), node.stop(stuck_after=0.5)):
+            assert refusal(answer) == "stuck"
+            assert answer is not None
+            assert answer["pids"] == [stray]
+            assert "as another user" in answer["reason"]
+    finally:
+        end(stray)
+    assert expect_done(node.stop())["stopped"] == []
+
+
+@pytest.mark.parametrize("ordinary", ["hidepid=1", "hidepid=2"], indirect=True)
+def test_a_hidden_member_of_a_ranks_group_is_stuck(ordinary: OrdinaryNode) -> None:
+    node = ordinary
+    pids, stray = run_with_root_child(node, "")
+    try:
+        assert os.getpgid(stray) == pids["0"], "it has left the group: the test shows nothing"
+        watch = node.watch()
+        watch.read_until("heartbeat")
+        os.kill(node.pid("shim"), signal.SIGKILL)
+        assert f"pid {pids['0']} " in watch.read_observation("ShimDied")["reason"]
+        await_reaped(pids)
+        for answer in (node.prepare(2, stuck_after=0.5), node.stop(stuck_after=0.5)):
+            assert refusal(answer) == "stuck"
+            assert answer is not None
+            assert answer["pids"] == [pids["0"]]
+            assert f"process group {pids['0']};" in answer["reason"]
+    finally:
+        end(stray)
+    assert expect_done(node.stop())["stopped"] == []
 
 
 def test_a_killed_shim_beside_a_root_process_holds_its_node(

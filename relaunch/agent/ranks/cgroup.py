@@ -91,7 +91,10 @@ def _write(path: str, text: str) -> None:
 
 
 def list_members(folder: str) -> List[processes.Process]:
-    """Return the living processes in a control group and in the groups below it."""
+    """Return the living processes in a control group and in the groups below it.
+
+    Also those that /proc hides: a rank has started them as another user.
+    """
     members = []
     for place, _, files in os.walk(folder):
         if "cgroup.procs" in files:
@@ -100,7 +103,7 @@ def list_members(folder: str) -> List[processes.Process]:
                     pids = [int(text) for text in file]
             except OSError:  # the group was removed in the meantime
                 continue
-            found_processes = map(processes.read_process, pids)
+            found_processes = map(processes.read_or_hide, pids)
             members += [
                 process for process in found_processes if process is not None and process.is_alive
             ]

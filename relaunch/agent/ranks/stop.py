@@ -213,10 +213,13 @@ def _await_end(
 def _make_stuck_refusal(pids: list[int], stuck_after: float) -> Refusal:
     """Return the refusal that names the processes that do not die, and the remedy."""
     foreign = [pid for pid in pids if not processes.can_signal(pid)]
-    if foreign:
+    groups = [pid for pid in pids if pid not in foreign and not processes.can_signal_group(pid)]
+    if foreign or groups:
+        names = [gpu_users.describe(foreign)] if foreign else []
+        names += [f"process group {leader}" for leader in groups]
         text = (
             f"uid {os.geteuid()} cannot end what ranks have started as another user: "
-            f"{gpu_users.describe(foreign)}; end it on this node, or reboot the node"
+            f"{', '.join(names)}; end it on this node, or reboot the node"
         )
     else:
         text = (
@@ -318,12 +321,13 @@ def _kill_rest(
             processes.find_by_token(f"{job.token_prefix}/", is_covered, str(job.state), groups),
             killed,
         )
+        left += processes.find_hidden(groups, left)
         for order, folder in cgroups:
             members = cgroup.list_members(folder)
             if members:
                 found_orders.add(order)
                 left += members
-                cgroup.kill(folder)
+            cgroup.kill(folder)
         if not left:
             for _, folder in cgroups:
                 cgroup.remove(folder)

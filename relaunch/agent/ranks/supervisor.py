@@ -309,6 +309,7 @@ class Supervisor:
                 self.token.text, lambda rest: rest == "", str(self.generation.state), groups
             )
             left = processes.add_dying(carriers, killed)
+            left += processes.find_hidden(groups, left)
             left += cgroup.list_members(folder) if folder is not None else []
             if not left or time.monotonic() > deadline:
                 return sorted({process.pid for process in left})
