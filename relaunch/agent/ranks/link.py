@@ -53,6 +53,10 @@ class ChildLink:
         self.pid = 0
         self.due_at = now() + FIRST_FORK_DELAY
         self.heard_at = 0.0
+        self.gone_at = now()
+        """While there is no helper: since when."""
+        self.obstacle = ""
+        """Why the last fork of the helper failed; empty: it did not."""
         self._channel: Channel | None = None
 
     @property
@@ -79,8 +83,10 @@ class ChildLink:
         try:
             self._fork()
         except OSError as error:  # no process or descriptor is left: ranks go on meanwhile
+            self.obstacle = str(error.strerror)
             disk.log(f"the {self.name} cannot be started, which is tried again: {error}")
             return False
+        self.obstacle = ""
         return True
 
     def handle_exit(self, pid: int) -> bool:
@@ -88,6 +94,7 @@ class ChildLink:
         if pid != self.pid:
             return False
         self.pid = 0
+        self.gone_at = now()
         return True
 
     def kill(self) -> None:

@@ -428,6 +428,18 @@ class Shim:
             self.used_at = max(self.used_at, now())
             self._inform_guard()
         self.guard.tick()
+        self._fence_if_unguarded()
+
+    def _fence_if_unguarded(self) -> None:
+        """Stop the ranks if no guard could be forked for as long as a lease lasts.
+
+        Nothing would end them at their fence if this process hung.
+        """
+        limit = float(self.order["lease"])
+        is_refused = not self.guard.pid and bool(self.guard.obstacle)
+        if self.state == "running" and is_refused and now() >= self.guard.gone_at + limit:
+            reason = f"no guard of its ranks could be started for {limit:g} s"
+            self._fence("unguarded", f"{reason}: {self.guard.obstacle}")
 
     @property
     def _has_unwritten(self) -> bool:
@@ -553,10 +565,8 @@ class Shim:
             "pids": None,
         }
         self._set_launch_end()  # before a disk that hangs can keep this process from it
-        if not self.guard.pid:
-            self.guard.due_at = now()
-            self.guard.tick()
         try:
+            self._ensure_guard()
             self._record_launch(launching)
         except Refusal as refused:
             self.launch_ends = None
@@ -598,7 +608,8 @@ class Shim:
         begun = min(now(), self._latest_begin)
         self.lease = Lease(begun, self.order["lease"], self.order["fence_after"], order["fences"])
         self._inform_supervisor(begin=True)
-        # Fork helpers that do not run yet at once: the ranks must not run without them.
+        # Fork helpers that do not run, or have died meanwhile, at once: without a supervisor no
+        # lease is renewed.
         self.link.due_at = self.guard.due_at = now()
         return self.started
 
@@ -659,6 +670,21 @@ class Shim:
             late = "this node's shim did not run when it was time to stop its ranks"
             fenced = self.lease.find_fence_reason(message["fenced"])
             self._fence(*(fenced or ("isolated", late)))
+
+    def _ensure_guard(self) -> None:
+        """Fork a guard if there is none.
+
+        Raises:
+            Refusal: None can be forked. Nothing would end ranks if this process hung.
+        """
+        if not self.guard.pid:
+            self.guard.due_at = now()
+            self.guard.tick()
+        if not self.guard.pid:
+            obstacle = self.guard.obstacle
+            raise Refusal(
+                "cannot_start", f"no guard of the ranks can be started, so no rank was: {obstacle}"
+            )
 
     def _inform_guard(self) -> None:
         self.guard.send(self._make_guard_news())
