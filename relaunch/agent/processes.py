@@ -166,7 +166,10 @@ def read_memory(pid: int) -> int | None:
 
 
 HIDDEN = 0
-"""In place of the start time of a process that /proc hides from this user (hidepid, proc(5))."""
+"""In place of the start time of a process that /proc hides from this user (hidepid, proc(5)).
+
+It is another user's, or one of this user that has made itself undumpable or runs a set-uid program.
+"""
 
 
 def read_process(pid: int) -> Process | None:
@@ -184,8 +187,8 @@ def read_process(pid: int) -> Process | None:
 def read_or_hide(pid: int, parent: int = HIDDEN) -> Process | None:
     """Return a process, also if /proc hides it: it counts as living then. None if it has ended."""
     process = read_process(pid)
-    if process is None and not can_signal(pid):
-        # It lives, and says nothing else: a rank has started it with sudo.
+    if process is None and exists(pid):
+        # It lives, and says nothing else: a rank has started it with sudo, or it is not dumpable.
         return Process(pid, "?", parent, HIDDEN, HIDDEN, 1, HIDDEN)
     return process
 
@@ -204,10 +207,9 @@ def read_ending(pid: int, started: int) -> str:
             text = file.read()
         with open(f"/proc/{pid}/status", "rb") as file:
             status = file.read()
-    except (FileNotFoundError, ProcessLookupError):
-        return "ended"
-    except PermissionError:  # another user's, which /proc hides
-        return "running"
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        # /proc may hide it, because it runs sudo now.
+        return "running" if exists(pid) else "ended"
     fields = text[text.rindex(b")") + 2 :].split()
     if int(fields[19]) != started:
         return "ended"
@@ -238,10 +240,13 @@ def read_owner(pid: int) -> int | None:
 
 
 def is_alive(pid: int, started: int) -> bool:
-    """Return whether the process with this pid and start time is alive."""
+    """Return whether the process with this pid and start time is alive.
+
+    One that /proc hides counts as this process, which has executed sudo, whatever its start time.
+    """
     process = read_process(pid)
     if process is None:
-        return started == HIDDEN and not can_signal(pid)
+        return exists(pid)
     return process.started == started and process.is_alive
 
 
@@ -408,7 +413,7 @@ def find_hidden(groups: dict[int, int], found: Iterable[Process]) -> list[Proces
         process = read_process(leader)
         if leader in known_groups or (process is not None and process.started != started):
             continue
-        if process is None and not can_signal(leader):
+        if process is None and exists(leader):
             is_left = started == HIDDEN or _may_lead_session(leader)
         else:
             is_left = _has_members(leader)
@@ -459,8 +464,10 @@ def kill(process: Process, number: int) -> bool:
     handle = _open(process.pid)
     try:
         now = read_process(process.pid)
-        if now is None or now.started != process.started:
-            return process.started != HIDDEN or can_signal(process.pid)
+        if now is None and process.started != HIDDEN:
+            return can_signal(process.pid)
+        if now is not None and now.started != process.started:
+            return True
         if _send_by_pidfd is not None and handle is not None:
             _send_by_pidfd(handle, number)
         else:
@@ -484,6 +491,17 @@ def _open(pid: int) -> int | None:
         return _open_pidfd(pid) if _open_pidfd is not None else None
     except OSError:
         return None
+
+
+def exists(pid: int) -> bool:
+    """Return whether there is a process with this pid, also one that /proc hides."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def can_signal(pid: int) -> bool:

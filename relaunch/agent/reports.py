@@ -7,7 +7,6 @@ import select
 import time
 from pathlib import Path
 
-from relaunch.agent import processes
 from relaunch.agent.file_changes import FileChanges
 from relaunch.agent.node import hold, probe, reboots
 from relaunch.agent.protocol import VERSION, Fields, Json, Refusal, refuse_field
@@ -63,8 +62,7 @@ def list_jobs(state: Path, order: Fields) -> Json:
             prepared = generation.prepared_order
             if prepared is None:
                 continue
-            has_shim, groups = generation.has_live_shim(), generation.groups
-            alive = {pid for pid, started in groups.items() if processes.is_alive(pid, started)}
+            has_shim, alive = generation.has_live_shim(), hold.list_living_ranks(generation)
             is_over, fleet = not has_shim and not alive, prepared.get("fleet")
             # One below it was proven stopped before it was prepared.
             if brief and is_over and fleet in fleets:

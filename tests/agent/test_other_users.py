@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_node import Node, expect_done, is_alive, refusal, token, wait_for
+from real_node import Node, expect_done, is_alive, read_name, refusal, token, wait_for
 
 from relaunch.agent.ranks import cgroup
 from relaunch.backends.py_spy import find_program
@@ -265,6 +265,62 @@ def test_a_hidden_member_of_a_ranks_group_is_stuck(ordinary: OrdinaryNode) -> No
     finally:
         end(stray)
     assert expect_done(node.stop())["stopped"] == []
+
+
+@pytest.mark.parametrize("ordinary", ["hidepid=1", "hidepid=2"], indirect=True)
+def test_a_hidden_process_of_the_same_user_is_killed(ordinary: OrdinaryNode) -> None:
+    """As ssh-agent is, which makes itself undumpable."""
+    code = (
+        "import ctypes, os, time; ctypes.CDLL(None).prctl(4, 0, 0, 0, 0); "
+        "print(os.getpid(), flush=True); time.sleep(1000)"
+    )
+    command = ["sh", "-c", f"setsid {SYSTEM_PYTHON} -c '{code}' & exec sleep 1000"]
+    ordinary.run(1, command, ranks=1)
+    pid = int(wait_for(ordinary.log))
+    try:
+        assert expect_done(ordinary.stop())["stopped"] == [[1, 1]]
+        assert not is_alive(pid)
+    finally:
+        if is_alive(pid):
+            end(pid)
+
+
+@pytest.mark.parametrize("ordinary", ["hidepid=1", "hidepid=2"], indirect=True)
+def test_a_rank_that_became_root_and_is_hidden_lives(ordinary: OrdinaryNode) -> None:
+    node = ordinary
+    expect_done(node.prepare(ranks=[0], fleet="default/lab"))
+    command = [*node.sudo.split(), "sleep", "1000"]
+    (pid,) = expect_done(node.start(command=command, ranks=1))["pids"].values()
+
+    journal = node.folder() / "journal.jsonl"
+
+    def list_alive() -> list[bool]:
+        (job,) = expect_done(node.order("list"))["jobs"]
+        return [rank["alive"] for each in job["generations"] for rank in each["ranks"]]
+
+    try:
+        wait_for(lambda: read_name(pid) == "sleep")
+        (words,) = expect_done(node.order("last-words", token=token(1)))["ranks"]
+        assert words["state"] == "running"
+        watch = node.watch()
+        watch.read_until("heartbeat")
+        os.kill(node.pid("shim"), signal.SIGSTOP)
+        beat = watch.read_until("heartbeat", lambda beat: "shim_silent" in beat)
+        assert beat["alive"] == [0]
+        kill_helpers(node)
+        assert list_alive() == [True]
+        answer = node.prepare(token=token(1, job="k"), fleet="default/other")
+        assert refusal(answer) == "other_fleet"
+        answer = node.prepare(2, stuck_after=0.5)
+        assert refusal(answer) == "stuck"
+        assert answer is not None
+        assert answer["pids"] == [pid]
+        exited = {"seq": 1, "kind": "RankExited", "rank": 0}
+        journal.write_text(json.dumps(exited) + "\n")
+        assert list_alive() == [False], "by its exit in the journal the pid is another's"
+    finally:
+        end(pid)
+    expect_done(node.prepare(2))
 
 
 def test_a_killed_shim_beside_a_root_process_holds_its_node(

@@ -11,7 +11,7 @@ import os
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
 
 from relaunch.agent import processes, tools
 from relaunch.agent.node import reboots
@@ -192,6 +192,20 @@ def _may_run(generation: Generation) -> bool:
         if member is not None
     ]
     return bool(processes.list_below(shim, without=helpers))
+
+
+def list_living_ranks(generation: Generation) -> Set[int]:
+    """Return the pids of the ranks that live.
+
+    Where /proc hides one, it is a rank that has executed sudo, or another user's process that has
+    got the pid of a rank whose exit is in the journal.
+    """
+    living = {pid for pid, started in generation.groups.items() if processes.is_alive(pid, started)}
+    hidden = {pid for pid in living if processes.read_process(pid) is None}
+    exited = journal.list_exited(journal.read(generation.journal)) if hidden else set()
+    return living - {
+        pid for rank, (pid, _) in generation.pids.items() if rank in exited and pid in hidden
+    }
 
 
 def list_living(state: Path, include_doomed: bool = True) -> Tuple[List[Json], List[int]]:
@@ -382,8 +396,5 @@ def refuse_other_fleet(state: Path, fleet: str, but: Path) -> None:
             continue
         for generation in JobState.from_row(state, highest).list_generations()[-1:]:
             other = (generation.prepared_order or {}).get("fleet", "")
-            if is_other(other, fleet) and (
-                _may_run(generation)
-                or any(processes.is_alive(*rank) for rank in generation.groups.items())
-            ):
+            if is_other(other, fleet) and (_may_run(generation) or list_living_ranks(generation)):
                 raise _make_fleet_refusal({"job": highest["job"], "fleet": other}, fleet)

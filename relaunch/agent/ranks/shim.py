@@ -27,7 +27,7 @@ from relaunch.agent.ranks.lease import Lease
 from relaunch.agent.ranks.link import ChildLink
 from relaunch.agent.ranks.master_port import release_port
 from relaunch.agent.ranks.upkeep import FolderUpkeep
-from relaunch.agent.state import Generation, read_boot_id, write_json
+from relaunch.agent.state import Generation, read_boot_id, read_json, write_json
 from relaunch.agent.warm.python import WarmPython
 
 MAX_IDLE = 5.0
@@ -578,12 +578,7 @@ class Shim:
         try:
             obstacle = self._launch(order)
             pids = {str(rank): pid for rank, pid in self.alive.items()}
-            processes_by_rank = {rank: processes.read_process(pid) for rank, pid in pids.items()}
-            identities = {
-                rank: (process.pid, process.started)
-                for rank, process in processes_by_rank.items()
-                if process is not None
-            }
+            identities = {str(rank): self._identify(rank, pid) for rank, pid in self.alive.items()}
             self.groups = list(identities.values())
             self._record_launch({**launching, "stamp": now(), "pids": identities})
         except Refusal as refused:
@@ -612,6 +607,17 @@ class Shim:
         # lease is renewed.
         self.link.due_at = self.guard.due_at = now()
         return self.started
+
+    def _identify(self, rank: int, pid: int) -> tuple[int, int]:
+        """Return pid and start time of a rank that was not reaped yet.
+
+        If /proc hides it, because it has executed sudo already, its own record has the start time.
+        """
+        process = processes.read_process(pid)
+        if process is not None:
+            return pid, process.started
+        record = read_json(self.generation.task_record_path(rank)) or {}
+        return pid, record["started"] if record.get("pid") == pid else processes.HIDDEN
 
     @property
     def _latest_begin(self) -> float:

@@ -321,14 +321,15 @@ def _kill_rest(
             processes.find_by_token(f"{job.token_prefix}/", is_covered, str(job.state), groups),
             killed,
         )
-        left += processes.find_hidden(groups, left)
+        # These get no signal: nothing tells whether a pid has been reused.
+        hidden = processes.find_hidden(groups, left)
         for order, folder in cgroups:
             members = cgroup.list_members(folder)
             if members:
                 found_orders.add(order)
                 left += members
             cgroup.kill(folder)
-        if not left:
+        if not left and not hidden:
             for _, folder in cgroups:
                 cgroup.remove(folder)
             return found_orders
@@ -336,6 +337,7 @@ def _kill_rest(
             processes.kill(process, signal.SIGKILL)
         killed = left
         if time.monotonic() > deadline:
-            raise _make_stuck_refusal(sorted({process.pid for process in left}), stuck_after)
+            pids = {process.pid for process in (*left, *hidden)}
+            raise _make_stuck_refusal(sorted(pids), stuck_after)
         time.sleep(pause)
         pause = min(0.1, pause * 2)

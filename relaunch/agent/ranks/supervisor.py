@@ -309,10 +309,10 @@ class Supervisor:
                 self.token.text, lambda rest: rest == "", str(self.generation.state), groups
             )
             left = processes.add_dying(carriers, killed)
-            left += processes.find_hidden(groups, left)
+            hidden = processes.find_hidden(groups, left)
             left += cgroup.list_members(folder) if folder is not None else []
-            if not left or time.monotonic() > deadline:
-                return sorted({process.pid for process in left})
+            if not (left or hidden) or time.monotonic() > deadline:
+                return sorted({process.pid for process in (*left, *hidden)})
             for process in left:
                 processes.kill(process, signal.SIGKILL)
             killed = left
@@ -494,7 +494,7 @@ class Supervisor:
         """
         if self._shim_silence is None:
             return self.alive
-        running = {rank: processes.read_process(pid) for rank, pid in self.pids.items()}
+        running = {rank: processes.read_or_hide(pid) for rank, pid in self.pids.items()}
         return [
             rank
             for rank in self.alive
