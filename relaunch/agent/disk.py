@@ -22,6 +22,17 @@ BALLAST_NAME = "ballast"
 BALLAST_BYTES = 64 * 1024
 SPARE_BYTES = 4096
 FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
+FAILED_ERRNOS = (
+    *FULL_ERRNOS,
+    errno.EROFS,
+    errno.EIO,
+    errno.EUCLEAN,
+    errno.EBADMSG,
+    errno.ENXIO,
+    errno.ENODEV,
+    errno.ESTALE,
+)
+"""Errors by which a disk takes no write: full, read-only, broken, damaged, gone."""
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _libc = ctypes.CDLL(None, use_errno=True)
 # Python 3.8 has only posix_fallocate, which changes the file size.
@@ -38,6 +49,11 @@ def log(text: str) -> None:
 
 def is_full(error: OSError) -> bool:
     return error.errno in FULL_ERRNOS
+
+
+def has_failed(error: OSError) -> bool:
+    """Return whether this is an error of the disk, such as that it is full or read-only."""
+    return error.errno in FAILED_ERRNOS
 
 
 def make_refusal(state: Path, consequence: str) -> Refusal:

@@ -126,7 +126,10 @@ def _open_lock(path: Path, flags: int) -> int:
         if error.errno != errno.EROFS:
             raise
         # Ranks are stopped on a disk that became read-only, too.
-        return os.open(path, os.O_RDONLY)
+        try:
+            return os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            raise error from None
 
 
 def _lock(handle: int) -> int | None:

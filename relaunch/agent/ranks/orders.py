@@ -10,8 +10,9 @@ import re
 import secrets
 import shutil
 import time
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Optional, Sequence, Union
+from typing import Iterator, Optional, Sequence, Union
 
 from relaunch.agent import disk
 from relaunch.agent.failpoints import reach_failpoint
@@ -510,21 +511,22 @@ def stop(state: Path, order: Fields) -> Json:
 
     try:
         return carry_out()
-    except TimeoutError:  # of the lock
-        raise
-    except OSError as error:
+    except OSError as error:  # or a TimeoutError of the lock
+        if not disk.has_failed(error):
+            raise
         failure = error
     try:
         if disk.is_full(failure) and disk.release_ballast(state):
             return carry_out()
     except OSError as error:
-        if not disk.is_full(error):
+        if not disk.has_failed(error):
             raise
     # Even with the space of the spare file and the ballast, or on a disk that became read-only,
     # the stop could not be recorded. Stop the ranks anyway.
-    stop_all(
-        job, _find_covered(job, token), token.order, grace, stuck_after, "an order to stop came"
-    )
+    with _hold_lock_if_possible(job):
+        stop_all(
+            job, _find_covered(job, token), token.order, grace, stuck_after, "an order to stop came"
+        )
     consequence = (
         f"generation {token.generation} of job {token.job} is stopped and nothing of it is left, "
         "but that it may not start again could not be written"
@@ -535,6 +537,22 @@ def stop(state: Path, order: Fields) -> Json:
         "disk_failed",
         f"the disk of the state folder {state} takes no write ({failure.strerror}): {consequence}",
     )
+
+
+@contextmanager
+def _hold_lock_if_possible(job: JobState) -> Iterator[None]:
+    """Hold the job's lock, unless the disk refuses to have one made.
+
+    Raises:
+        TimeoutError: Another command holds it.
+    """
+    with ExitStack() as held:
+        try:
+            held.enter_context(job.hold_lock(LOCK_TIMEOUT))
+        except OSError as error:
+            if not disk.has_failed(error):
+                raise
+        yield
 
 
 def _find_covered(job: JobState, token: Token) -> list[Generation]:
