@@ -76,10 +76,13 @@ def test_ranks_of_a_stopped_shim_die_at_their_fence(node: Node) -> None:
         wait_for(lambda: are_gone(pids), "a stopped shim keeps its ranks alive")
         assert state_of(shim) == "T"
     wait_for(lambda: "Fenced" in [seen["kind"] for seen in node.journal()])
-    ends = [
-        (seen["signal"], seen["stopped"]) for seen in node.journal() if seen["kind"] == "RankExited"
-    ]
-    assert ends == [(9, True), (9, True)], "the fence ended them, by shim or guard"
+
+    def list_ends() -> list[tuple[int, bool]]:
+        exits = [seen for seen in node.journal() if seen["kind"] == "RankExited"]
+        return [(seen["signal"], seen["stopped"]) for seen in exits]
+
+    wait_for(lambda: len(list_ends()) == 2)  # they are recorded after it
+    assert list_ends() == [(9, True), (9, True)], "the fence ended them, by shim or guard"
 
 
 def test_a_renewal_after_the_guards_kill_does_not_hide_it(node: Node) -> None:
