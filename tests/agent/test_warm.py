@@ -204,6 +204,7 @@ def compare_forked(node: Node, tmp_path: Path, python: str, how: list[str]) -> N
         assert differing == {}
         assert own["ahead"] and not was["ahead"]
     assert warm[0][1]["random"] != warm[1][1]["random"]
+    assert warm[0][1]["hash"] == warm[1][1]["hash"]  # docs/warm.md says so
 
 
 HARMFUL = {
@@ -260,6 +261,66 @@ def test_a_module_that_a_fork_would_break_starts_cold(node: Node, job: Json, mod
     assert read_reason(second) == REASONS[module]
     wait_for(lambda: "ran" in node.log(0, 2) and "ran" in node.log(1, 2))
     assert [read_name(pid) for pid in node.list_leftovers()].count("sleep") == 0
+
+
+def test_a_launch_while_its_modules_are_imported_is_cold(node: Node, job: Json) -> None:
+    folder = Path(job["workdir"])
+    (folder / "slow.py").write_text(
+        "import os, time\nwhile not os.path.exists('go'):\n    time.sleep(0.05)\n"
+    )
+    (folder / "train.py").write_text(SCRIPT.replace('"decimal"', '"slow"'))
+    more = {**job, "warm": ["slow"]}
+    begin(node, 1, COMMAND, **more)
+    await_standby(node, "importing")
+    second = begin(node, 2, COMMAND, **more)
+    assert second["warm"] == {"forked": False, "reason": "its Python was not ready yet"}
+    for rank in (0, 1):
+        wait_for(lambda rank=rank: "ran" in node.log(rank, 2))
+        assert node.log(rank, 2) == "False ran\n"
+    (folder / "go").touch()
+    await_standby(node)
+    assert begin(node, 3, COMMAND, **more)["warm"]["forked"]
+    for rank in (0, 1):
+        wait_for(lambda rank=rank: "ran" in node.log(rank, 3))
+        assert node.log(rank, 3) == "True ran\n"
+
+
+def test_a_forked_rank_forks_and_runs_its_exit_handlers(node: Node, job: Json) -> None:
+    (Path(job["workdir"]) / "train.py").write_text(
+        "import atexit, multiprocessing, os, sys\n"
+        "def work(number):\n    return number * 2\n"
+        "if __name__ == '__main__':\n"
+        "    atexit.register(print, 'left')\n"
+        "    print('decimal' in sys.modules)\n"
+        "    for kind in ('fork', 'spawn'):\n"
+        "        with multiprocessing.get_context(kind).Pool(2) as pool:\n"
+        "            print(kind, sum(pool.map(work, range(10))))\n"
+    )
+    begin(node, 1, COMMAND, **job)
+    await_standby(node)
+    assert begin(node, 2, COMMAND, **job)["warm"]["forked"]
+    for rank in (0, 1):
+        wait_for(lambda rank=rank: "left" in node.log(rank, 2), node.log(rank, 2))
+        assert node.log(rank, 2) == "True\nfork 90\nspawn 90\nleft\n"
+
+
+def test_a_thread_that_begins_after_the_import_starts_cold(node: Node, job: Json) -> None:
+    later = """
+import signal, threading, time
+def begin(*_):
+    threading.Thread(name="poller", target=time.sleep, args=[1000], daemon=True).start()
+signal.signal(signal.SIGUSR1, begin)
+"""
+    (Path(job["workdir"]) / "later.py").write_text(later)
+    more = {**job, "warm": ["later"]}
+    begin(node, 1, COMMAND, **more)
+    python = await_standby(node)["python"]
+    os.kill(python, signal.SIGUSR1)
+    wait_for(lambda: len(os.listdir(f"/proc/{python}/task")) == 2)
+    second = begin(node, 2, COMMAND, **more)
+    reason = "something that was imported leaves 1 thread running (poller)"
+    assert second["warm"] == {"forked": False, "reason": reason}
+    wait_for(lambda: "ran" in node.log(0, 2) and "ran" in node.log(1, 2))
 
 
 @pytest.mark.long

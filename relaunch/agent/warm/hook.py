@@ -176,15 +176,23 @@ def check_process(module: str, known: dict[int, str]) -> None:
         module: The name of the module that was just imported.
         known: The descriptors that were open before.
     """
+    found = find_unforkable()
+    if found is not None:
+        raise Unsuitable("%s %s when it is imported%s" % (module, found[0], found[1]))
     for number, target in list_descriptors().items():
-        if target.startswith(DEVICES):
-            raise Unsuitable("%s opens the GPU (%s) when it is imported" % (module, target))
         if number not in known and not is_shareable(number, target):
             raise Unsuitable("%s leaves %s open when it is imported" % (module, target))
     with open("/proc/self/maps", errors="replace") as file:
         for text in file:
             if any(device in text for device in DEVICES):
                 raise Unsuitable("%s opens the GPU when it is imported" % module)
+
+
+def find_unforkable() -> Optional[tuple[str, str]]:
+    """Return what this process does that a fork would break, and its details; None if nothing."""
+    for target in list_descriptors().values():
+        if target.startswith(DEVICES):
+            return "opens the GPU (%s)" % target, ""
     children: list[str] = []
     for task in list_tasks():
         try:
@@ -193,7 +201,7 @@ def check_process(module: str, known: dict[int, str]) -> None:
         except OSError:  # a thread that has ended, or a kernel without the list
             continue
     if children:
-        raise Unsuitable("%s leaves a process running when it is imported" % module)
+        return "leaves a process running", ""
     if len(list_tasks()) > 1:
         # OpenBLAS and others end their threads before a fork, and start them again when they are
         # needed. Whether a library does so is tried.
@@ -203,10 +211,9 @@ def check_process(module: str, known: dict[int, str]) -> None:
         os.waitpid(pid, 0)
         left = [task for task in list_tasks() if task != str(os.getpid())]
         if left:
-            raise Unsuitable(
-                "%s leaves %d thread%s running when it is imported (%s)"
-                % (module, len(left), "" if len(left) == 1 else "s", name_threads(left))
-            )
+            number = "%d thread%s" % (len(left), "" if len(left) == 1 else "s")
+            return "leaves %s running" % number, " (%s)" % name_threads(left)
+    return None
 
 
 def name_threads(tasks: list[str]) -> str:
@@ -389,6 +396,9 @@ class Parent:
         for folder, seen in self.site_folders.items():
             if read_version(folder) != seen:
                 return "what is installed in %s has changed" % folder
+        found = find_unforkable()
+        if found is not None:
+            return "something that was imported %s%s" % found
         for number, target in list_descriptors().items():
             if number > 2 and has_position(number, target) and not is_shareable(number, target):
                 return "%s cannot be opened again" % target
