@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from relaunch.activities import channels
 from relaunch.activities.notify import PeopleActivities
 from relaunch.evidence.causes import Cause
 from relaunch.job.state import Phase
@@ -102,32 +103,52 @@ async def test_a_question_and_a_failure_are_open_and_resolved(make_rig: MakeRig)
         assert len({body["id"] for body in received.bodies}) == len(received.requests)
 
 
-async def test_a_receiver_that_hangs_delays_no_recovery(make_rig: MakeRig) -> None:
+async def test_a_receiver_that_hangs_delays_no_recovery(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channels, "SEND_TIMEOUT_S", 3600.0)
     script = Script((Exit(rank=0, exit_code=1, generation=1),))
     with webhook(hangs=True) as hung, webhook() as well:
         async with make(make_rig, script, {"webhook": hung.url}, {"webhook": well.url}) as rig:
             job = await rig.submit(policy(causes=ASK))
             await job.until_phase(Phase.WAITING_FOR_PERSON)
-            await until(lambda: len(hung.requests) == 1, lambda: hung.requests)
+            await until(lambda: len(hung.requests) >= 1, lambda: hung.requests)
             await until_events(well, ("question", "open"))
-            began = time.monotonic()
             await job.handle.execute_update("answer", {"decision": "approve", "by": "ada"})
             await job.until_phase(Phase.RUNNING, 2)
-            took = time.monotonic() - began
             await job.handle.signal("cancel")
             assert (await job.result()).phase is Phase.CANCELLED
-            assert len(hung.requests) == 1 and hung.hangs.is_set(), "it hung all that time"
-            assert took < 9, "less than the receiver has to answer"
+            hung.hangs.clear()
+            await until(lambda: ("question", "resolved") in events(hung), lambda: hung.notices)
             await until(lambda: len(well.notices) == 2, lambda: well.notices)
+        assert events(well) == [("question", "open"), ("question", "resolved")]
+
+
+async def test_a_message_without_an_answer_is_sent_again(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channels, "SEND_TIMEOUT_S", 0.5)
+    script = Script((Exit(rank=0, exit_code=1, generation=1),))
+    with webhook(hangs=True) as hung:
+        async with make(make_rig, script, {"webhook": hung.url}) as rig:
+            job = await rig.submit(policy(causes=ASK))
+            await job.until_phase(Phase.WAITING_FOR_PERSON)
+            await until(lambda: len(hung.requests) >= 1, lambda: hung.requests)
             outbox: Outbox = await rig.notifier.query("state", result_type=Outbox)
             while not outbox.failing:
                 await asyncio.sleep(0.2)
                 outbox = await rig.notifier.query("state", result_type=Outbox)
             (failing,) = outbox.failing
-            assert failing.channel == "webhook 127.0.0.1" and "10 s" in failing.reason
+            assert (failing.channel, failing.reason) == (
+                "webhook 127.0.0.1",
+                "no answer within 0.5 s",
+            )
+            before = len(hung.requests)
             hung.hangs.clear()
-            await until(lambda: ("question", "resolved") in events(hung), lambda: hung.notices)
-        assert events(well) == [("question", "open"), ("question", "resolved")]
+            await until(lambda: len(hung.requests) > before, lambda: hung.requests)
+            assert hung.bodies[-1]["id"] == hung.bodies[0]["id"]
+            await job.handle.signal("cancel")
+            assert (await job.result()).phase is Phase.CANCELLED
 
 
 @pytest.mark.long
