@@ -23,6 +23,26 @@ from tests.upgrade.services import list_wheels
 BEFORE = "0.1.0"
 """The last release whose agent cannot import ahead."""
 
+PROGRAM: Any = {"workdir": None, "env": {}, "rank_env": ({},), "command": ("sleep", "1000")}
+START: Any = {
+    **PROGRAM,
+    "secret": "00",
+    "fences": False,
+    "unwatched": None,
+    "log_pattern": None,
+}
+
+
+def make_session(folder: Path) -> AgentSession:
+    """Return a session with the agent of a node, built from the package that is set."""
+    agent = artifact.build_agent(folder)
+    environment = {**os.environ, "RELAUNCH_AGENT_STATE": str(folder / "n1")}
+
+    async def connect() -> ProcessPipe:
+        return await ProcessPipe.start(sys.executable, str(agent), "session", env=environment)
+
+    return AgentSession("n1", connect, 30.0)
+
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -37,31 +57,49 @@ async def test_an_agent_of_a_release_imports_nothing_ahead(
     package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(artifact, "_PACKAGE", package / "relaunch")
-    agent = artifact.build_agent(tmp_path)
-    environment = {**os.environ, "RELAUNCH_AGENT_STATE": str(tmp_path / "n1")}
     (tmp_path / "n1").mkdir(mode=0o700)
-
-    async def connect() -> ProcessPipe:
-        return await ProcessPipe.start(sys.executable, str(agent), "session", env=environment)
-
-    session = AgentSession("n1", connect, 30.0)
+    session = make_session(tmp_path)
     token = Token("default", "j", 1, 1)
-    program: Any = {"workdir": None, "env": {}, "rank_env": ({},), "command": ("sleep", "1000")}
-    ahead = WarmOrder(token=token, fleet="", keep=60.0, modules=("json",), **program)
+    ahead = WarmOrder(token=token, fleet="", keep=60.0, modules=("json",), **PROGRAM)
     refused = await session.warm(ahead)
     assert isinstance(refused, Refusal)
     assert (refused.why, refused.reason) == ("unknown_order", NOT_AHEAD)
     times = {"lease": 30.0, "fence_after": 1.0, "stop_grace": 1.0, "valid_for": 30.0}
     prepared = await session.prepare(PrepareOrder(token, "127.0.0.1", (0,), heartbeat=1.0, **times))
     assert not isinstance(prepared, Refusal)
-    more: Any = {"secret": "00", "fences": False, "unwatched": None, "log_pattern": None}
     order = StartOrder(
-        token=token, node="n1", peers=(), prepared=prepared.stamp, warm=("json",), **program, **more
+        token=token, node="n1", peers=(), prepared=prepared.stamp, warm=("json",), **START
     )
     try:
         started = await session.start(order)
         assert not isinstance(started, Refusal)
         assert (len(started.pids), started.cold) == (1, NOT_AHEAD)
+    finally:
+        await session.stop(StopOrder(token, stop_grace=0.0))
+        await session.close()
+
+
+async def test_an_agent_of_a_release_starts_what_this_one_prepared(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker of the release was put back in place between the two orders."""
+    (tmp_path / "n1").mkdir(mode=0o700)
+    token = Token("default", "j", 1, 1)
+    times = {"lease": 30.0, "fence_after": 1.0, "stop_grace": 1.0, "valid_for": 30.0}
+    prepare = PrepareOrder(token, "127.0.0.1", (0,), heartbeat=1.0, **times)
+    own = make_session(tmp_path)
+    prepared = await own.prepare(prepare)
+    await own.close()
+    assert not isinstance(prepared, Refusal)
+    monkeypatch.setattr(artifact, "_PACKAGE", package / "relaunch")
+    session = make_session(tmp_path)
+    try:
+        assert await session.prepare(prepare) == prepared
+        started = await session.start(
+            StartOrder(token=token, node="n1", peers=(), prepared=prepared.stamp, **START)
+        )
+        assert not isinstance(started, Refusal)
+        assert len(started.pids) == 1
     finally:
         await session.stop(StopOrder(token, stop_grace=0.0))
         await session.close()

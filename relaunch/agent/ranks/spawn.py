@@ -98,7 +98,7 @@ def make_shared_environment(base: dict[str, str], order: Json) -> dict[str, str]
 
 def make_redaction(order: Json, generation: Generation, token: Token) -> Optional[Json]:
     """Return the record of the values that are replaced in what leaves the node; None: none."""
-    names = order["redact"]
+    names = order.get("redact", [])  # the order may be one of a release without them
     return redact.make_record(
         (
             make_rank_environment(dict(os.environ), order, generation, token, index, 0)
