@@ -6,14 +6,15 @@ It asks the running ssh-agent where it has the key, and the terminal where the k
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import uuid
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from temporalio.client import Client
+from temporalio.client import Client, WorkflowExecutionDescription, WorkflowQueryFailedError
 from temporalio.service import RPCError, RPCStatusCode
 
 from relaunch.access.orders import Proof, build_text
@@ -21,11 +22,19 @@ from relaunch.access.signatures import NAMESPACE, strip_armor
 from relaunch.config import ConfigError, read_settings
 from relaunch.fields import StrictModel
 
+RELEASE = re.compile(r"(\d+)\.(\d+)\.\d+(\.dev\d+\+[0-9a-f]+)?")
+"""A build that is named by what it is: a release, or a checkout of one under way."""
+FIRST_SIGNED = (0, 2)
+"""The first release whose workflows take a proof. Those before it refuse an order that has one."""
+ASK_TIMEOUT = timedelta(seconds=2)
+
 
 async def sign_message(
     client: Client, workflow: str, name: str, message: StrictModel | Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the message of a signal or an update as it is sent: signed, if a key is set.
+
+    It is not signed for a workflow of a build that knows no signatures, and so checks nothing.
 
     Args:
         client: The client of the server.
@@ -51,9 +60,34 @@ async def sign_message(
         if error.status is not RPCStatusCode.NOT_FOUND:
             raise
         return fields  # the send says that there is no such workflow
+    if not await _takes_proofs(client, described):
+        return fields
     first = described.raw_description.workflow_execution_info.first_run_id or described.run_id
     proof = await sign(key, client.namespace, f"{workflow}/{first}", name, fields)
     return {**fields, "proof": proof.model_dump(mode="json")}
+
+
+async def _takes_proofs(client: Client, described: WorkflowExecutionDescription) -> bool:
+    """Return whether the build that works for a workflow takes orders that are signed.
+
+    For a build that is not named by its release (`RELAUNCH_BUILD`), or not known, the queries that
+    the workflow has say so. Where nothing answers it does.
+    """
+    versioning = described.raw_description.workflow_execution_info.versioning_info
+    # While another build takes it over, that build gets the order.
+    moving, has = versioning.version_transition, versioning.deployment_version
+    named = RELEASE.fullmatch(moving.deployment_version.build_id or has.build_id)
+    if named is not None:
+        return (int(named[1]), int(named[2])) >= FIRST_SIGNED
+    handle = client.get_workflow_handle(described.id)
+    query = "orders" if described.workflow_type == "TrainingJob" else "takes_proofs"
+    try:
+        await handle.query(query, rpc_timeout=ASK_TIMEOUT)
+    except WorkflowQueryFailedError:
+        return False  # it has no such query
+    except RPCError:
+        pass
+    return True
 
 
 async def sign_start(

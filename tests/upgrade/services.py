@@ -165,6 +165,8 @@ class Service:
     address: str = ""
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)
+    variables: dict[Installation, dict[str, str]] = field(default_factory=dict)
+    """More variables of the programs of an installation."""
 
     def __post_init__(self) -> None:
         self.state = self.folder / "state"
@@ -196,6 +198,7 @@ class Service:
             "RELAUNCH_FLEETS": str(self.fleet_file),
             "RELAUNCH_ANSWER_WITHIN": "20",
             **{key: os.environ[key] for key in ("GOMAXPROCS", "GOGC") if key in os.environ},
+            **self.variables.get(by, {}),
         }
 
     def start_up(self, by: Installation, workers: int = 1) -> subprocess.Popen[bytes]:

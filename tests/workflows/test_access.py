@@ -19,6 +19,7 @@ from temporalio.worker import Worker
 
 from relaunch.access.orders import REFUSED, Proof
 from relaunch.activities.examine import RepairOrder
+from relaunch.cli.sign import sign_message
 from relaunch.evidence.findings import Verdict
 from relaunch.job.state import Phase
 from relaunch.messages.jobs import NodeRepairInput, NodeRepairResult, TrainingJobInput
@@ -196,6 +197,22 @@ def may(caller: Caller, wanted: set[str], unproven: set[str]) -> bool:
 
 
 RESEARCHER = {"submit", "cancel-own", "retry-own", "answer-own", "policy-own"}
+
+
+async def test_orders_to_a_build_without_a_name_are_signed(
+    make_rig: MakeRig, keys: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its workflows answer tells that they take a proof."""
+    monkeypatch.setenv("RELAUNCH_SSH_KEY", str(keys["ada"]))
+    async with make_rig(Script(then="hang"), access=write_access(keys)) as rig:
+        job = await submit(rig, Caller("ada", keys["ada"]))
+        await job.until_phase(Phase.RUNNING)
+        for workflow_id, order in ((rig.fleet.id, "pause"), (job.handle.id, "cancel")):
+            message = await sign_message(rig.client, workflow_id, order, {"by": "ada@laptop"})
+            assert "proof" in message
+            await rig.client.get_workflow_handle(workflow_id).signal(order, message)
+        assert (await job.result()).phase is Phase.CANCELLED
+        assert (await read_fleet(rig)).breaker.paused
 
 
 async def test_only_a_proven_caller_quarantines_or_cancels(

@@ -611,6 +611,12 @@ class Fleet:
     def count_free(self, claim: Claim) -> int:
         return self._scheduler.count_free(self._state, workflow.now(), claim)
 
+    @workflow.query(
+        description="Whether a person's order may be signed. Only the command line asks it."
+    )
+    def takes_proofs(self) -> bool:
+        return True
+
     @workflow.query(description="What this fleet does next, or what it waits for.")
     def next(self) -> str:
         state = self._state

@@ -558,6 +558,12 @@ class NodeRepair:
     def escalation(self) -> Escalation | None:
         return self._escalation
 
+    @workflow.query(
+        description="Whether a person's order may be signed. Only the command line asks it."
+    )
+    def takes_proofs(self) -> bool:
+        return True
+
     @workflow.query(description="What this repair does now.")
     def next(self) -> str:
         return self._describe_next()

@@ -1,0 +1,105 @@
+"""Which orders the command line signs, by the build that works for their receiver."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from temporalio.api.deployment.v1 import WorkerDeploymentVersion
+from temporalio.api.workflow.v1 import (
+    DeploymentVersionTransition,
+    WorkflowExecutionInfo,
+    WorkflowExecutionVersioningInfo,
+)
+from temporalio.client import Client, WorkflowQueryFailedError
+from temporalio.service import RPCError, RPCStatusCode
+
+from relaunch.cli.sign import sign_message
+from tests.access.keys import make_key
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("ssh-keygen") is None, reason="ssh-keygen is not installed"
+)
+SILENT = RPCError("no worker answers", RPCStatusCode.DEADLINE_EXCEEDED, b"")
+UNKNOWN = WorkflowQueryFailedError("Query handler expected but not found")
+
+
+@dataclass
+class Receiver:
+    """A workflow as the server describes it; instead of the client of its server."""
+
+    build: str
+    type: str = "TrainingJob"
+    moves_to: str = ""
+    answers: Mapping[str, Any] = field(default_factory=dict)
+
+    namespace = "default"
+    id = "job/train"
+    run_id = "r1"
+
+    def get_workflow_handle(self, _: str) -> Receiver:
+        return self
+
+    async def describe(self) -> Any:
+        versioning = WorkflowExecutionVersioningInfo()
+        if self.build:
+            versioning.deployment_version.CopyFrom(name_build(self.build))
+        if self.moves_to:
+            moving = DeploymentVersionTransition(deployment_version=name_build(self.moves_to))
+            versioning.version_transition.CopyFrom(moving)
+        info = WorkflowExecutionInfo(first_run_id="r1", versioning_info=versioning)
+        return SimpleNamespace(
+            id=self.id,
+            run_id=self.run_id,
+            workflow_type=self.type,
+            raw_description=SimpleNamespace(workflow_execution_info=info),
+        )
+
+    async def query(self, name: str, **_: Any) -> Any:
+        answer = self.answers[name]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def name_build(build: str) -> WorkerDeploymentVersion:
+    return WorkerDeploymentVersion(deployment_name="queue", build_id=build)
+
+
+@pytest.mark.parametrize(
+    ("receiver", "is_signed"),
+    [
+        (Receiver("0.1.0"), False),
+        (Receiver("0.1.0", "Fleet"), False),
+        (Receiver("0.1.0", "NodeRepair"), False),
+        (Receiver("0.1.12"), False),
+        (Receiver("0.2.0"), True),
+        (Receiver("0.2.0.dev0+1a2b3c4d", "Fleet"), True),
+        (Receiver("0.10.1", "NodeRepair"), True),
+        (Receiver("1.0.0"), True),
+        (Receiver("0.1.0", moves_to="0.2.0"), True),
+        (Receiver("0.2.0", moves_to="0.1.0"), False),
+        # A build of another name, and a worker that names none.
+        (Receiver("ours-0.1.0", answers={"orders": []}), True),
+        (Receiver("ours-0.2.0", answers={"orders": UNKNOWN}), False),
+        (Receiver("", answers={"orders": []}), True),
+        (Receiver("", answers={"orders": SILENT}), True),
+        (Receiver("ours", "Fleet", answers={"takes_proofs": True}), True),
+        (Receiver("ours", "Fleet", answers={"takes_proofs": UNKNOWN}), False),
+        (Receiver("ours", "NodeRepair", answers={"takes_proofs": SILENT}), True),
+        (Receiver("ours", "NodeRepair", answers={"takes_proofs": UNKNOWN}), False),
+    ],
+)
+async def test_an_order_is_signed_for_builds_that_take_a_proof(
+    receiver: Receiver, is_signed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RELAUNCH_SSH_KEY", str(make_key(tmp_path, "ada")))
+    order = {"reason": "a fan", "by": "ada@laptop"}
+    sent = await sign_message(cast(Client, receiver), receiver.id, "cancel", order)
+    assert ("proof" in sent) is is_signed
+    assert {key: value for key, value in sent.items() if key != "proof"} == order
