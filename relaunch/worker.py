@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import ctypes
 import gc
+import glob
 import hashlib
 import json
 import logging
@@ -20,6 +21,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -306,9 +308,32 @@ class WorkerFleets:
 
 
 def find_copy(folder: Path, path: Path) -> Path:
-    """Return where the copy of a fleet file is kept in a folder."""
-    digest = hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:12]
-    return folder / f"{path.stem}-{digest}.yaml"
+    """Return where this release keeps the copy of a fleet file in a folder.
+
+    Each release has its own, and leaves those of others: after a rollback, an older one may find
+    keys in the file that it does not know, and then has to have what it could read.
+    """
+    return folder / f"{_name_copies(path)}.{version('relaunch')}.yaml"
+
+
+def list_copies(folder: Path, path: Path) -> list[Path]:
+    """Return the copies of a fleet file to try: this release's own, or else others, newest first.
+
+    Those of others are not tried beside an own one: they need not have the fleet's rules.
+    """
+    written = {}
+    for copy in folder.glob(f"{glob.escape(_name_copies(path))}*.yaml"):
+        with contextlib.suppress(OSError):
+            written[copy] = copy.stat().st_mtime
+    own = find_copy(folder, path)
+    if own in written:
+        return [own]
+    return sorted(written, key=lambda copy: written[copy], reverse=True)
+
+
+def _name_copies(path: Path) -> str:
+    """Return the name of the copies of a file. 0.1.0 adds nothing to it but `.yaml`."""
+    return f"{path.stem}-{hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:12]}"
 
 
 def _read_signature(path: Path) -> tuple[int, int, int]:
@@ -367,17 +392,18 @@ def make_fleets(settings: Settings) -> WorkerFleets:
     log = logging.getLogger("relaunch")
     for path in settings.fleets:
         signature = _read_signature(path)
-        copy = find_copy(settings.state / KEPT_FLEETS, path)
         bad: ConfigError | None = None
         try:
             spec = read_fleet(path)
             backend = make_backend(path, spec)
         except ConfigError as error:
             bad = error
-            try:
-                spec = read_fleet(copy)
-                backend = make_backend(copy, spec)
-            except ConfigError:
+            for copy in list_copies(settings.state / KEPT_FLEETS, path):
+                with contextlib.suppress(ConfigError):
+                    spec = read_fleet(copy)
+                    backend = make_backend(copy, spec)
+                    break
+            else:
                 fleets.unread[path] = str(bad)
                 continue
         if spec.name in fleets.specs:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,6 @@ from relaunch.backends.session import NOT_AHEAD, AgentSession
 from relaunch.generation import Token
 from tests.chaos.rounds import CUTS
 from tests.chaos.world import RANK_PROGRAM, World, chaos_policy
-from tests.upgrade.services import list_wheels
-
-BEFORE = "0.1.0"
-"""The last release whose agent cannot import ahead."""
 
 PROGRAM: Any = {"workdir": None, "env": {}, "rank_env": ({},), "command": ("sleep", "1000")}
 START: Any = {
@@ -42,15 +37,6 @@ def make_session(folder: Path) -> AgentSession:
         return await ProcessPipe.start(sys.executable, str(agent), "session", env=environment)
 
     return AgentSession("n1", connect, 30.0)
-
-
-@pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the release's package."""
-    folder = tmp_path_factory.mktemp("release")
-    with zipfile.ZipFile(list_wheels()[BEFORE]) as wheel:
-        wheel.extractall(folder)
-    return folder
 
 
 async def test_an_agent_of_a_release_imports_nothing_ahead(

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.access.keys import make_key
+from tests.upgrade.conftest import BEFORE
 from tests.upgrade.services import FLEET, Installation, Service, checkout, release
 
-BEFORE = "0.1.0"
-"""The last release whose workflows refuse an order that has a proof."""
 ASKS = {cause: [{"strategy": "ASK"}] for cause in ("APPLICATION", "UNKNOWN")}
 
 pytestmark = [
