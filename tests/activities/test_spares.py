@@ -58,7 +58,7 @@ def make_keeper(spares: Spares, **spec: Any) -> SpareKeeper:
     return SpareKeeper(spares, token, Timeouts(), wanted, {"n1", "s0"})  # type: ignore[arg-type]
 
 
-async def test_s1_3_a_job_has_few_spares_import_and_passes_over_others() -> None:
+async def test_a_job_has_few_spares_import_and_passes_over_others() -> None:
     spares = Spares(make_fleet(9), busy=frozenset({"s1"}), away=frozenset({"s2"}))
     answers = await make_keeper(spares).order_once()
     assert [node for node, text in answers.items() if text == "ready"] == ["s3", "s4", "s5", "s6"]
@@ -111,7 +111,7 @@ def test_spares_are_those_with_enough_gpus() -> None:
     assert find_spares(fleet, 9, set()) == []
 
 
-def test_s1_3_a_launch_says_where_ranks_began_from_nothing() -> None:
+def test_a_launch_says_where_ranks_began_from_nothing() -> None:
     def describe(**cold: str | None) -> str:
         return _describe_warmth([StartedRanks(n, {}, False, why) for n, why in cold.items()])
 

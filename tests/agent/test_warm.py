@@ -476,7 +476,7 @@ def count_ranks(node: Node) -> int:
 @pytest.mark.long_after(variants=2)
 @pytest.mark.parametrize("victim", ["python", "pid"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_s1_3_a_warm_process_that_fails_costs_no_rank_twice(
+def test_a_warm_process_that_fails_costs_no_rank_twice(
     node: Node, job: Json, victim: str, number: signal.Signals
 ) -> None:
     begin(node, 1, COMMAND, **job)

@@ -48,7 +48,7 @@ def list_folders(node: Node) -> list[str]:
     return [path.name for path in (node.state / "jobs").glob("*")]
 
 
-def test_s1_3_the_first_generation_on_a_spare_is_forked(node: Node, job: Json) -> None:
+def test_the_first_generation_on_a_spare_is_forked(node: Node, job: Json) -> None:
     assert expect_done(warm(node, job))["state"] in ("waiting", "importing")
     waiting = await_standby(node)
     again = warm(node, job, generation=6, keep=3000.0)  # longer than a test waits
@@ -157,7 +157,7 @@ def test_a_job_that_imports_nothing_ahead_any_more_starts_cold(node: Node, job: 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("victim", ["python", "pid"])
-def test_s1_3_a_spare_whose_standby_fails_starts_from_nothing(
+def test_a_spare_whose_standby_fails_starts_from_nothing(
     node: Node, job: Json, victim: str, number: signal.Signals
 ) -> None:
     expect_done(warm(node, job))
@@ -174,9 +174,7 @@ def test_s1_3_a_spare_whose_standby_fails_starts_from_nothing(
 @pytest.mark.parametrize(
     "point", ["warm.wanted", "standby.recorded", "prepare.reserved", "prepare.taken", "warm.forked"]
 )
-def test_s1_3_an_agent_killed_on_the_way_leaves_no_rank_twice(
-    node: Node, job: Json, point: str
-) -> None:
+def test_an_agent_killed_on_the_way_leaves_no_rank_twice(node: Node, job: Json, point: str) -> None:
     if point in ("warm.wanted", "standby.recorded"):
         node.set_failpoint(point)
     warm(node, job)
@@ -206,7 +204,7 @@ def test_s1_3_an_agent_killed_on_the_way_leaves_no_rank_twice(
         ({"keep": -1}, "keep is -1; expected a number of at least 0.001"),
     ],
 )
-def test_s1_1_an_order_that_makes_no_sense_is_refused(
+def test_an_order_that_makes_no_sense_is_refused(
     node: Node, job: Json, change: Json, expected: str
 ) -> None:
     refused = warm(node, job, **change)

@@ -41,7 +41,7 @@ async def end(job: Job) -> None:
     await job.world.tidy(job)
 
 
-async def test_s1_3_survivors_are_killed_once_a_checkpoint_is_safe(
+async def test_survivors_are_killed_once_a_checkpoint_is_safe(
     world: World,
 ) -> None:
     policy = chaos_policy({"stop_grace": "10m"}, kill_survivors="checkpointed")  # no test waits it
@@ -51,7 +51,7 @@ async def test_s1_3_survivors_are_killed_once_a_checkpoint_is_safe(
     await end(job)
 
 
-async def test_s1_3_without_a_checkpoint_they_have_their_time(world: World) -> None:
+async def test_without_a_checkpoint_they_have_their_time(world: World) -> None:
     policy = chaos_policy({"stop_grace": "4s"}, kill_survivors="checkpointed")
     job = await world.submit(name="spared", nproc=2, rank=STUCK, policy=policy)
     took = await recover(job)

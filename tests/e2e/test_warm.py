@@ -29,7 +29,7 @@ while not os.path.exists(sys.argv[1] + "/end"):
 """
 
 
-async def test_s1_3_ranks_are_forked_after_a_kill_and_a_dead_worker(world: World) -> None:
+async def test_ranks_are_forked_after_a_kill_and_a_dead_worker(world: World) -> None:
     folder = world.folder / "jobs" / "warm"
     folder.mkdir(parents=True)
     program = folder / "train.py"

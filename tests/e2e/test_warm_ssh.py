@@ -104,7 +104,7 @@ async def end(world: World, job: Job) -> None:
     await world.tidy(job)
 
 
-async def test_s1_3_s2_8_ranks_are_forked_in_place_and_on_a_spare(world: World) -> None:
+async def test_s2_8_ranks_are_forked_in_place_and_on_a_spare(world: World) -> None:
     job = await submit(world, "warm")
     await until_runs(job, 1)
     assert not were_forked(job, "n1")
@@ -133,7 +133,7 @@ async def test_s1_3_s2_8_ranks_are_forked_in_place_and_on_a_spare(world: World) 
     await end(world, job)
 
 
-async def test_s1_3_a_python_killed_on_a_spare_is_started_again(world: World) -> None:
+async def test_a_python_killed_on_a_spare_is_started_again(world: World) -> None:
     job = await submit(world, "again")
     await until_runs(job, 1)
     waiting = await until_ready(job, "n3")

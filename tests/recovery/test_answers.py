@@ -320,7 +320,7 @@ def test_a_job_whose_ranks_run_is_not_stopped_by_an_answer(decision: str) -> Non
     assert "RUNNING" in check_answer(job, decision, at(20))
 
 
-def test_s1_6_new_jobs_queue_forever_and_those_losing_nodes_ask() -> None:
+def test_new_jobs_queue_forever_and_those_losing_nodes_ask() -> None:
     queued, decision = play(
         new_job(), Submitted("", "ada"), NodesMissing("0 of 2 nodes: job llama holds 2")
     )
