@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -43,6 +44,42 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 def test_every_test_that_a_page_names_is_there(page: Path) -> None:
     for name, test in re.findall(r"`(?:tests/)?([\w/]+\.py)::(\w+)", page.read_text()):
         assert f"def {test}(" in (ROOT / "tests" / name).read_text(), f"{name}::{test}"
+
+
+ROWS = {"S1": 11, "S2": 11, "S3": 11, "S4": 10, "S5": 6}
+"""How many rows docs/testing.md has of what each system does."""
+
+
+def rows_in_make_test(path: Path) -> set[str]:
+    """Return the rows that names of this file's tests give, without the tests of `make long`."""
+    text = path.read_text()
+    if not re.search(r"def test_s\d+_\d+_", text):
+        return set()
+    tree = ast.parse(text)
+    if any("pytestmark = " in line and ".long" in line for line in map(ast.unparse, tree.body)):
+        return set()
+    return {
+        f"S{group}.{number}"
+        for test in tree.body
+        if isinstance(test, ast.FunctionDef | ast.AsyncFunctionDef)
+        and "pytest.mark.long" not in map(ast.unparse, test.decorator_list)
+        for group, number in re.findall(r"(?<=_)s(\d+)_(\d+)(?=_)", test.name)
+    }
+
+
+def test_each_row_of_other_systems_has_a_test_in_make_test() -> None:
+    rows = [f"{group}.{n}" for group, count in ROWS.items() for n in range(1, count + 1)]
+    page = (ROOT / "docs" / "testing.md").read_text()
+    assert re.findall(r"^\| (S\d+\.\d+) \|", page, re.MULTILINE) == rows
+    shown = {row for path in (ROOT / "tests").rglob("test_*.py") for row in rows_in_make_test(path)}
+    assert sorted(shown) == sorted(rows)
+
+
+def test_each_promise_has_a_row_of_tests() -> None:
+    promises, tests = (ROOT / "docs" / "guarantees.md").read_text().split("\n## Tests\n")
+    promised = re.findall(r"^\| (.*?) \|", promises, re.MULTILINE)
+    assert "what happens" in promised and "`kill -9` of a rank" in promised
+    assert re.findall(r"^\| (.*?) \| (?=`|tests|--)", tests, re.MULTILINE) == promised
 
 
 def test_the_index_has_every_page() -> None:

@@ -186,3 +186,15 @@ def test_a_compiled_program_prints_at_once_behind_stdbuf(node: Node) -> None:
     program = "{ echo step 1; sleep 1000; } | stdbuf -oL cut -c 1-"
     expect_done(node.start(1, ["sh", "-c", program], 1))
     wait_for(lambda: node.log() == "step 1\n", "it is in the buffer of stdio")
+
+
+def test_s3_10_each_rank_of_each_generation_has_its_log(node: Node) -> None:
+    code = "import os; print(os.environ['GENERATION'], os.environ['RANK'])"
+    for generation in (1, 2):
+        rank_env = [{"GENERATION": str(generation), "RANK": str(rank)} for rank in (0, 1)]
+        node.run(generation, python_command(code), rank_env=rank_env)
+        wait_for(lambda generation=generation: len(node.journal(generation)) == 2)
+    for generation in (1, 2):
+        answer = expect_done(node.order("logs", token=token(generation)))
+        said = {chunk["rank"]: chunk["data"] for chunk in answer["chunks"]}
+        assert said == {rank: f"{generation} {rank}\n" for rank in (0, 1)}

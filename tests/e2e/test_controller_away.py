@@ -72,14 +72,21 @@ async def test_a_worker_that_is_asked_to_end_relaunches_nothing(
     await finish(job)
 
 
-async def test_s2_4_ranks_outlive_a_controller_away_longer_than_lease(
+async def test_s2_4_s5_1_ranks_and_counts_outlive_a_killed_worker(
     world: World,
 ) -> None:
+    """It is away for longer than the lease. A restart that was spent before is spent after it."""
     gang = await world.submit(nodes=2, policy=IMPATIENT)
     single = await world.submit(nodes=1, policy=IMPATIENT)
     await trained(gang)
     await trained(single)
-    await world.worker.end()
+    os.kill(gang.rank_pids("n1")[0], signal.SIGKILL)
+    await gang.until_phase("RUNNING", generation=2)
+    await gang.until_watched()
+    tries = (await gang.state()).tries
+    assert [(str(one.cause), str(one.strategy), one.spent) for one in tries] == [*KILLED]
+    await gang.until_steps()
+    await world.worker.end(signal.SIGKILL)
     steps = gang.step(), single.step()
     await asyncio.sleep(LONG)
     for job, before in zip((gang, single), steps, strict=True):
@@ -89,10 +96,11 @@ async def test_s2_4_ranks_outlive_a_controller_away_longer_than_lease(
     await world.worker.start()
     await gang.until_watched()
     await single.until_watched()
+    assert (await gang.state()).tries == tries
     single.let_end()
     await single.until_phase("SUCCEEDED")
     assert await violations(single, Expected((NOTHING,))) == []
-    await finish(gang)
+    await finish(gang, Expected((KILLED,)))
 
 
 @pytest.mark.long
@@ -204,7 +212,7 @@ async def test_a_fault_after_a_worker_was_killed_waits_for_no_timeout(
 
 
 @pytest.mark.long
-async def test_s2_4_a_server_away_longer_than_the_lease_costs_nothing(
+async def test_s2_4_s5_1_a_server_away_beyond_the_lease_costs_nothing(
     world: World,
 ) -> None:
     job = await world.submit(policy=IMPATIENT)

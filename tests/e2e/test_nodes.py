@@ -175,9 +175,7 @@ async def test_a_dead_link_makes_a_node_unhealthy(world: World) -> None:
 @pytest.mark.parametrize(
     "moment", [pytest.param("while it is examined", marks=pytest.mark.long), "while it reboots"]
 )
-async def test_s1_6_a_worker_killed_midway_loses_and_repeats_nothing(
-    world: World, moment: str
-) -> None:
+async def test_s1_6_s5_1_a_worker_killed_midway_repeats_nothing(world: World, moment: str) -> None:
     job, node = await broken(world)
     known = len(reboots(world, node))
     tell_dcgm(world, node, PENDING, once=True, seconds=2 if moment == "while it is examined" else 0)
