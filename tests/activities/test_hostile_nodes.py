@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any, cast
 
 import pytest
@@ -230,6 +231,19 @@ async def test_s2_6_the_word_of_an_earlier_agent_counts_by_its_hello() -> None:
     fault = report.events[0]
     assert isinstance(fault, FaultObserved)
     assert [(one.node, one.exit_code) for one in fault.observations] == [("n2", 7)]
+
+
+@pytest.mark.parametrize("ahead", [-86400.0, 86400.0], ids=["a day behind", "a day ahead"])
+async def test_s2_6_what_nodes_say_is_dated_by_the_receivers_clock(ahead: float) -> None:
+    fleet, _ = hostile(
+        None, [HELLO, {"observation": {**EXITED, "at": time.time() + ahead, "stamp": ahead}}]
+    )
+    await fleet.launch()
+    before = datetime.now(UTC)
+    (fault,) = (await fleet.watch(first_rank=0, world_size=4)).events
+    assert isinstance(fault, FaultObserved)
+    (exited,) = fault.observations
+    assert before <= fault.opened_at == exited.at <= datetime.now(UTC)
 
 
 async def test_a_fault_of_an_honest_node_is_reported_beside_a_liar() -> None:

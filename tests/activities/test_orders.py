@@ -194,6 +194,29 @@ async def test_without_a_witness_no_silence_is_long_enough(monkeypatch: pytest.M
     assert (await asyncio.wait_for(stopping, PATIENCE)).fenced == ()
 
 
+@pytest.mark.parametrize("command", ["stop", "prepare"])
+async def test_s4_10_ranks_are_stopped_on_all_nodes_at_once(
+    monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """By an order, or by the preparation of the next generation: no node waits for another."""
+    nodes = tuple(f"n{number}" for number in range(1, 7))
+    fleet = stand(nodes=len(nodes))
+    await fleet.launch()
+    all_have_the_order, carry_out = asyncio.Barrier(len(nodes)), getattr(fleet.backend, command)
+
+    async def wait_for_others(node: str, order: Any) -> Any:
+        await asyncio.wait_for(all_have_the_order.wait(), PATIENCE / 8)
+        return await carry_out(node, order)
+
+    monkeypatch.setattr(fleet.backend, command, wait_for_others)
+    if command == "stop":
+        assert {*(await stop(fleet, nodes=nodes, gang_size=len(nodes))).nodes} == {*nodes}
+    else:
+        launching = fleet.launch(token=replace(TOKEN, generation=2))
+        assert (await asyncio.wait_for(launching, PATIENCE)).started_at is not None
+    assert {life.node for life in fleet.backend.lives if life.kind == "ended"} == {*nodes}
+
+
 async def test_stopping_once_leaves_a_silent_node_alone() -> None:
     fleet = stand()
     fleet.backend.cut("n2")

@@ -12,7 +12,7 @@ from datetime import datetime, timedelta, tzinfo
 
 import pytest
 
-import relaunch.activities.gang
+import relaunch.activities.clocks
 import relaunch.activities.stop
 import relaunch.job.fencing
 from relaunch.activities.stop import StopRanksInput, StopRanksOutput, list_launches
@@ -146,10 +146,10 @@ async def test_a_step_of_the_wall_clock_shortens_no_wait(monkeypatch: pytest.Mon
     )
 
 
-async def test_a_step_of_the_wall_clock_makes_no_silence_longer(
+async def test_s2_6_a_step_of_the_wall_clock_makes_no_silence_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(relaunch.activities.gang, "datetime", SteppedClock)
+    monkeypatch.setattr(relaunch.activities.clocks, "datetime", SteppedClock)
     monkeypatch.setattr(SteppedClock, "step", timedelta(0))
     fleet = stand(Script((Cut(node="n2", after=0.2),)), timeouts={"lost_after": "800ms"})
     await fleet.launch()

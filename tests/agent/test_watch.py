@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 from real_node import PATIENCE, Node, Stream, expect_done, is_alive, python_command, token, wait_for
@@ -52,6 +53,19 @@ def test_states_from_prepared_to_gone(node: Node) -> None:
     )
     assert "end" in lines[-1]
     assert node.watch().read_until("hello")["state"] == "gone"
+
+
+def test_s3_1_an_agent_starts_ranks_and_watches_each_of_them(node: Node) -> None:
+    pids = node.run(1, ranks=4, rank_env=[{"RANK": str(rank)} for rank in range(4)])
+    assert [*pids] == ["0", "1", "2", "3"] and len(set(pids.values())) == 4
+    for rank, pid in pids.items():
+        assert f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    watch = node.watch()
+    assert watch.read_until("heartbeat")["alive"] == [0, 1, 2, 3]
+    os.kill(pids["2"], signal.SIGKILL)
+    ends = [watch.read_observation("RankExited") for _ in pids]
+    assert [(end["rank"], end["signal"]) for end in ends if not end["stopped"]] == [(2, 9)]
+    assert sorted(end["rank"] for end in ends if end["stopped"]) == [0, 1, 3]
 
 
 def test_s2_6_each_line_of_a_watch_names_its_sender(node: Node) -> None:

@@ -116,7 +116,7 @@ def test_any_python_starts_it(tmp_path: Path) -> None:
         assert "default" in process.stdout.split()
 
 
-async def test_a_job_is_submitted_shown_retried_and_cancelled(
+async def test_s5_2_a_job_is_submitted_shown_retried_and_cancelled(
     place: Place, page: SnapshotAssertion
 ) -> None:
     said: dict[str, str] = {}

@@ -144,6 +144,23 @@ def test_services_have_health_checks_and_setup_is_waited_for() -> None:
         )
 
 
+def test_s5_5_it_has_server_database_ui_metrics_and_workers() -> None:
+    lasting = {"postgres", "temporal", "ui", *WORKERS, *METRICS}
+    assert {*SERVICES} == lasting | {*ONE_SHOT}
+    images = {name: SERVICES[name]["image"].split(":")[0] for name in lasting - {*WORKERS}}
+    assert images == {
+        "postgres": "postgres",
+        "temporal": "temporalio/server",
+        "ui": "temporalio/ui",
+        "prometheus": "prom/prometheus",
+        "alertmanager": "prom/alertmanager",
+        "grafana": "grafana/grafana",
+    }
+    for name in ("ui", *WORKERS):
+        assert SERVICES[name]["environment"]["TEMPORAL_ADDRESS"] == "temporal:7233"
+    assert all("RELAUNCH_METRICS" in SERVICES[name]["environment"] for name in WORKERS)
+
+
 def test_s5_5_it_starts_from_the_database_to_the_workers() -> None:
     order = ["postgres", "schema", "temporal", "namespace", "worker-a"]
     assert [list(SERVICES[name]["depends_on"]) for name in order[1:]] == [

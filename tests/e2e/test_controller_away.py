@@ -262,7 +262,7 @@ async def test_s2_7_a_job_asks_while_its_only_node_is_lost(
     await finish(job)
 
 
-async def test_s2_5_records_of_ranks_are_written_before_they_start(
+async def test_s2_5_records_of_running_ranks_name_pids_and_boot(
     world: World,
 ) -> None:
     job = await world.submit()

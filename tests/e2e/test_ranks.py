@@ -14,7 +14,7 @@ import pytest
 from relaunch.activities.gang import CASCADE_GATHER_TIMEOUT_S
 from relaunch.backends.local import cut, heal
 from tests import planted
-from tests.chaos.world import ROOT, Job, World, chaos_policy, eventually
+from tests.chaos.world import ROOT, Job, World, chaos_policy, environments, eventually
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
@@ -292,6 +292,26 @@ async def test_s3_6_a_slow_node_is_asked_for_the_cause(world: World) -> None:
     assert (str(incident.cause), incident.ranks) == ("APPLICATION", (3,)), incident.reason
     assert "RuntimeError: the loss is not a number" in incident.reason
     await finish(job)
+
+
+async def test_s2_9_a_cancel_ends_ranks_with_all_that_they_began(world: World) -> None:
+    """All ignore SIGTERM, and some have lost their parent."""
+    script = "trap '' TERM; (sleep 1001 &); sleep 1002 & sleep 1003"
+    policy = chaos_policy({"stop_grace": "1s"})
+    command = ["/bin/sh", "-c", script]
+    job = await world.submit(command=command, env={"MINE": "whole-groups"}, policy=policy)
+
+    def living() -> list[int]:
+        return [pid for pid, variables in environments() if b"MINE=whole-groups" in variables]
+
+    async def have_begun() -> bool:
+        return len(living()) == 8
+
+    await eventually(have_begun, "two shells with three others each do not begin")
+    await job.signal("cancel", {"reason": "enough", "by": "ada"})
+    await job.until_phase("CANCELLED")
+    assert living() == []
+    await world.tidy(job)
 
 
 async def test_s3_5_ranks_that_end_within_the_exit_barrier_succeed(world: World) -> None:

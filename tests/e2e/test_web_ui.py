@@ -222,7 +222,7 @@ def test_links_save_views_and_columns_show_phase_and_cause(
     take(browser, pictures, "list")
 
 
-def test_the_page_of_a_job_says_why_and_what_its_buttons_do(
+def test_s5_3_the_page_of_a_job_says_why_and_how_to_overrule(
     service: Service, browser: Browser, pictures: Path
 ) -> None:
     show(browser, "job-page", service.page("job/llama-7b"))

@@ -70,7 +70,7 @@ def unreachable(job: JobState, node: str = "n2", seconds: float = 0.0) -> NodeUn
     return NodeUnreachable(job.generation, node, timedelta(seconds=seconds), "no answer within 5 s")
 
 
-def test_s5_2_submitting_launches_generation_1(snapshot: SnapshotAssertion) -> None:
+def test_submitting_launches_generation_1(snapshot: SnapshotAssertion) -> None:
     job, decision = step(new_job(), Submitted("first try", "ada"))
     assert decision == Relaunch(1, decision.reason, keep_nodes=False)
     assert decision.reason == snapshot
@@ -339,11 +339,12 @@ def test_a_node_declared_dead_has_an_incident() -> None:
     assert ending.incident is None
 
 
-def test_a_node_that_never_ran_the_job_needs_no_fence() -> None:
+def test_s2_7_a_node_that_never_ran_the_job_is_not_lost() -> None:
+    """It was never heard: nothing of the job can be alive there, and no fence is needed."""
     job, _ = step(new_job(), Submitted("", "ada"))
     job, decision = step(job, LaunchFailed(1, ("n2",), False, timedelta(0), "no answer"))
     assert isinstance(decision, Relaunch)
-    assert (decision.without, job.lost) == (("n2",), ())
+    assert (decision.without, job.lost, job.phase) == (("n2",), (), Phase.LAUNCHING)
 
 
 def test_a_node_lost_in_the_middle_of_a_launch_is_fenced() -> None:

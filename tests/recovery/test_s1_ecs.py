@@ -137,10 +137,10 @@ def test_s1_2_one_rank_fails_and_the_whole_generation_is_stopped(ending: Any, ph
         ),
         pytest.param(
             [
-                exited(5, "n3", code=1, kernel=(OFF_THE_BUS,), seconds=2),
-                exited(1, "n1", code=1, kernel=(OFF_THE_BUS,), seconds=1),
+                exited(1, "n1", code=1, kernel=(OFF_THE_BUS,), seconds=2),
+                exited(5, "n3", code=1, kernel=(OFF_THE_BUS,), seconds=1),
             ],
-            "EXAMINE n1 n3",
+            "EXAMINE n3 n1",
             id="every suspect, the failing node first",
         ),
         pytest.param(

@@ -80,6 +80,33 @@ async def test_s3_2_one_failed_rank_restarts_all_ranks_on_all_nodes(
         assert result.state.restarts_spent == 1
 
 
+async def test_s5_3_the_web_ui_gets_the_recovery_in_words(make_rig: MakeRig) -> None:
+    """Its page asks the workflow for its details, and shows what each activity is for."""
+    exit = Exit(generation=1, rank=3, exit_code=1, error=error_file("ValueError: boom"))
+    async with make_rig(Script((exit,))) as rig:
+        job = await rig.submit()
+        await job.until_phase(Phase.RUNNING, 2)
+        details = str(await job.handle.query("__temporal_workflow_metadata"))
+        shown = (
+            "rank 3 on n2",
+            "ValueError: boom",
+            "**Relaunch RESTART_IN_PLACE**",
+            "1 of 8 spent",
+        )
+        assert [words for words in shown if words not in details] == [], details
+        summaries = [
+            await rig.client.data_converter.decode([event.user_metadata.summary], [str])
+            for event in (await job.history()).events
+            if event.user_metadata.HasField("summary")
+        ]
+        assert [text for (text,) in summaries if "generation 2" in text] == [
+            "launch generation 2 on n1, n2",
+            "watch generation 2 on n1, n2",
+        ]
+        await job.handle.signal("cancel")
+        await job.result()
+
+
 async def test_s3_2_a_spent_budget_fails_a_job_with_the_rank_exit_code(
     make_rig: MakeRig,
 ) -> None:
