@@ -228,6 +228,36 @@ def test_up_of_a_release_is_replaced_in_place_and_put_back(
     end(up, signal.SIGTERM)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_orders_to_a_job_of_a_release_are_checked_in_place(
+    service: Service, old: Installation, new: Installation
+) -> None:
+    """Also where the release, which checked none, had taken one before in the same run."""
+    up = service.start_up(old)
+    job = service.submit("asks", policy={"causes": ASKS})
+    job.until("RUNNING")
+    job.fail_rank("the learning rate is a word")
+    job.until("WAITING_FOR_PERSON")
+    service.do("answer", "asks", "approve", "--reason", "it is a number now")
+    job.until("RUNNING", 2)
+    job.until_steps()
+    end(up, signal.SIGTERM)
+
+    up, service.commands = service.start_up(new), new
+    service.until_well()
+    with service.fleet_file.open("a") as file:
+        file.write("access: {people: {ada: {role: admin}}, unproven: []}\n")
+    service.do("nodes", "apply", "--fleet", FLEET)
+    service.until_well()
+    refused = service.run("cancel", "asks", "--reason", "it is old")
+    assert refused.returncode and "may not cancel job asks" in refused.stderr, refused
+    job.until_steps()
+    job.let_end()
+    job.until_ended("SUCCEEDED")
+    end(up, signal.SIGTERM)
+
+
 def move(service: Service, command: str, by: Installation) -> None:
     done = service.run(command, "--within", "5m", by=by)
     assert (done.returncode, "nothing is left" in done.stderr) == (0, True), done

@@ -4,6 +4,7 @@ sentence."""
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import uuid
 from collections.abc import Awaitable, Callable
@@ -14,7 +15,12 @@ from typing import Any
 
 import pytest
 from temporalio import workflow
-from temporalio.client import WorkflowFailureError, WorkflowHandle, WorkflowUpdateFailedError
+from temporalio.client import (
+    WorkflowFailureError,
+    WorkflowHandle,
+    WorkflowHistory,
+    WorkflowUpdateFailedError,
+)
 from temporalio.worker import Worker
 
 from relaunch.access.orders import REFUSED, Proof
@@ -24,10 +30,12 @@ from relaunch.evidence.findings import Verdict
 from relaunch.job.state import Phase
 from relaunch.messages.jobs import NodeRepairInput, NodeRepairResult, TrainingJobInput
 from relaunch.pool.state import FleetState, NodeStatus
+from relaunch.spec.access import Access
 from relaunch.spec.job import JobSpec
 from relaunch.spec.policy import Strategy
 from tests.access.keys import make_key, read_public, sign_order
 from tests.fakes.nodes import Exit, Script, Sick
+from tests.payloads import decrypt
 from tests.workflows.conftest import MakeRig
 from tests.workflows.rig import PATIENCE, Job, Rig, policy
 from tests.workflows.test_repair import make, reboot_once, repair_of
@@ -247,6 +255,38 @@ async def test_only_a_proven_caller_quarantines_or_cancels(
         assert (await read_fleet(rig)).nodes[0].status is NodeStatus.QUARANTINED
 
 
+async def test_orders_to_a_job_that_was_taken_over_are_checked(
+    make_uncached_rig: MakeRig, keys: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each task is replayed from the beginning, also what 0.1.0 did, which had no patches."""
+    ada = Caller("ada", keys["ada"])
+    fails = Exit(generation=1, rank=0, exit_code=1)
+    async with make_uncached_rig(Script((fails,), then="hang"), is_patched=True) as rig:
+        with monkeypatch.context() as patch:
+            patch.setattr(workflow, "patched", lambda *_, **__: False)
+            job = await submit(rig, Caller("rita"), policy(causes=ASK))
+            await job.until_phase(Phase.WAITING_FOR_PERSON)
+            change: dict[str, Any] = {"policy": {"max_restarts": 7}}
+            assert await update(rig, job.handle, Caller("rob"), "change_policy", change) == ""
+            answer = {"decision": "approve"}
+            assert await update(rig, job.handle, Caller("rob"), "answer", answer) == ""
+            await job.until_phase(Phase.RUNNING, 2)
+            await job.until_idle()
+        rig.fleets.known = rig.fleets.known.model_copy(
+            update={"access": Access.model_validate(write_access(keys))}
+        )
+        await job.handle.signal("cancel", {"by": "rob@laptop"})
+        refused = "rob@laptop (claimed) may not cancel job"
+        state = await job.until(lambda s: s.ending is not None or refused in s.notices[-1])
+        assert state.ending is None
+        refusal = await update(rig, job.handle, Caller("rob"), "change_policy", change)
+        assert refusal.startswith("rob@laptop (claimed) may not change the policy of job")
+        assert await order_job(rig, job, ada, "cancel", {}) == ""
+        assert (await job.result()).phase is Phase.CANCELLED
+        orders = [one for one in list_patches(await job.history()) if "check-orders" in one]
+        assert orders == ["check-orders-2"]
+
+
 @pytest.mark.long
 async def test_orders_to_a_fleet(make_rig: MakeRig, keys: dict[str, Path]) -> None:
     commands: list[tuple[str, dict[str, Any], str]] = [
@@ -268,6 +308,12 @@ async def test_orders_to_a_fleet(make_rig: MakeRig, keys: dict[str, Path]) -> No
                 assert not refusal or refusal.startswith(f"{caller.shown} may not ")
                 cells += 1
     assert cells == 5 * 10
+
+
+def list_patches(history: WorkflowHistory) -> list[str]:
+    markers = [event.marker_recorded_event_attributes for event in history.events]
+    patches = [one.details["patch-data"].payloads[0] for one in markers if one.marker_name]
+    return [json.loads(decrypt(one).data)["id"] for one in patches]
 
 
 async def is_read(rig: Rig) -> bool:

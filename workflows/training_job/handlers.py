@@ -48,7 +48,7 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.spec.policy import Policy
     from relaunch.text import format_time
     from relaunch.workflows.training_job.claims import Claims
-    from relaunch.workflows.training_job.orders import ORDERS_PATCH, Orders
+    from relaunch.workflows.training_job.orders import Orders
     from relaunch.workflows.training_job.session import Session
     from relaunch.workflows.training_job.watches import Watches
     from relaunch.workflows.updates import await_next_task, read_signed_message, reject
@@ -156,7 +156,7 @@ class MessageHandlers:
 
     def _take_order(self, name: str, event: Event, message: Any) -> None:
         """Take an order in the form of an event; `message` is what was sent, None for nothing."""
-        if not isinstance(event, PersonEvent) or not workflow.patched(ORDERS_PATCH):
+        if not isinstance(event, PersonEvent) or not self._orders.has_to_check():
             self._session.post(event)
             return
         signed = read_signed_message(name, message)
@@ -195,7 +195,7 @@ class MessageHandlers:
         Raises:
             ApplicationError: They may not.
         """
-        if not workflow.patched(ORDERS_PATCH):
+        if not self._orders.has_to_check():
             return event
         order = self._describe_order(event, read_signed_message(name, message))
         verdict = await self._orders.check(name, order)
