@@ -110,6 +110,7 @@ def _claim(
         suspects=suspects(job),
         stays=tuple(node for node in keep if node in drained),
         launched=_list_launched(job, nodes),
+        has_run=job.has_run,
     )
 
 

@@ -118,14 +118,17 @@ def _check_submitter(
     """Note whether the submitter of a job may submit to this fleet.
 
     A job that has been launched is not checked again: rules that have changed since must not end
-    it with its next fault.
+    it with its next fault. That it has been is noted, because a job that had to yield its nodes
+    queues like a new one, and one of release 0.1.0 does not say so itself.
     """
     claim = record.claim
-    record = replace(record, claim=replace(claim, submitted_by="", signed=None))
-    if state.access is None or claim.nodes <= 0 or claim.running or claim.keep:
+    before = known if known is not None and known.key == record.key else None
+    has_run = _says_it_has_run(claim) or (before is not None and _says_it_has_run(before.claim))
+    record = replace(record, claim=replace(claim, submitted_by="", signed=None, has_run=has_run))
+    if state.access is None or claim.nodes <= 0 or has_run:
         return record
-    if known is not None and known.key == record.key and known.submitter and not known.refusal:
-        return replace(record, submitter=known.submitter)
+    if before is not None and before.submitter and not before.refusal:
+        return replace(record, submitter=before.submitter)
     # A submission is numbered by the milliseconds at which the server has started its workflow.
     # The same one may be claimed for hours, so its signature is not noted as used.
     started = datetime.fromtimestamp(claim.submission / 1000, UTC)
@@ -134,6 +137,10 @@ def _check_submitter(
     )
     verdict = check_order(state.access, state.name, order, started)
     return replace(record, submitter=verdict.by, refusal=verdict.refusal)
+
+
+def _says_it_has_run(claim: Claim) -> bool:
+    return claim.has_run or claim.running or bool(claim.keep)
 
 
 def record_faults(state: FleetState, report: FaultReport, now: datetime) -> FleetState:

@@ -97,6 +97,9 @@ class Claim:
     is_current: bool = False
     """It states what the job goes on with, after a change or because the fleet asks, and wants
     nothing new. Never set by release 0.1.0."""
+    has_run: bool = False
+    """Ranks of this submission have been launched, also if it has given its nodes back since and
+    queues like a new job. Never set by release 0.1.0."""
 
     @property
     def max_nodes(self) -> int:

@@ -105,6 +105,8 @@ def test_a_replacement_keeps_its_nodes_and_those_of_live_ranks() -> None:
 
 def test_a_job_that_gives_way_queues_like_one_that_never_ran() -> None:
     assert build_claim(running(), 2, queue=True).running is False
+    assert build_claim(replace(running(), has_run=True), 2, queue=True).has_run
+    assert not build_claim(new_job(), 1).has_run
 
 
 def test_what_is_given_back_is_all_but_where_ranks_may_live() -> None:

@@ -1157,6 +1157,29 @@ def test_a_job_that_was_launched_is_not_refused_by_newer_rules() -> None:
     assert "mallory" in desk.grants("hopeless")["w"].reason, "it was not launched yet"
 
 
+@pytest.mark.parametrize("has_run", [False, True], ids=["of 0.1.0", "of this release"])
+def test_a_launched_job_that_had_to_yield_is_not_refused(has_run: bool) -> None:
+    """It queues like a job that is new, and says who has submitted it only if it is."""
+    desk = Desk()
+    desk.claim("a", 1, submitted_by="mallory")
+    desk.claim("a", 1, seq=2, running=True, keep=("n1",), has_run=has_run)
+    desk.go(FleetFileContent("act", desk.specs, desk.limits, access=ACCESS))
+    for seq, count in ((3, 5), (4, 6), (5, 2)):
+        desk.claim("a", count, seq=seq, has_run=has_run)
+        assert not desk.record("a").refusal
+    assert list(desk.granted()) == ["a"]
+    desk.claim("a", 1, submission=2, submitted_by="mallory")
+    assert "mallory" in desk.grants("hopeless")["a"].reason, "it is another submission"
+
+
+def test_a_launched_job_is_known_by_its_claim_alone() -> None:
+    """To a fleet that was terminated and started again it is a new one."""
+    desk = Desk()
+    desk.go(FleetFileContent("act", desk.specs, desk.limits, access=ACCESS))
+    desk.claim("a", 1, seq=3, has_run=True)
+    assert list(desk.granted()) == ["a"]
+
+
 def test_a_submitter_is_checked_once() -> None:
     desk = Desk()
     desk.go(FleetFileContent("act", desk.specs, desk.limits, access=ACCESS))

@@ -16,6 +16,7 @@ from relaunch.evidence.causes import Cause
 from relaunch.job.state import Phase
 from relaunch.pool.messages import Claim
 from relaunch.pool.state import FleetState, NodeStatus
+from relaunch.spec.access import Access
 from tests.activities.harness import environment
 from tests.fakes.nodes import Exit, Progress, Script, ShimDies, Sick, Stranger
 from tests.fakes.nodes.health import bus_id
@@ -27,6 +28,15 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 XID_79 = (
     f"[  100.0] NVRM: Xid (PCI:{bus_id(0)[4:-2]}): 79, pid=4711, name=python, "
     "GPU has fallen off the bus.",
+)
+
+NO_SUBMITTERS = Access.model_validate(
+    {
+        "people": {"grace": {"role": "admin"}},
+        "roles": {"ends": ["cancel"]},
+        "others": "ends",
+        "unproven": ["cancel"],
+    }
 )
 
 
@@ -314,7 +324,10 @@ async def test_without_another_node_the_old_one_is_used_and_it_says_so(
 async def test_of_two_deadlocked_jobs_the_younger_gives_way(
     make_rig: MakeRig,
 ) -> None:
-    """Each loses a node for good and there is no other: both would wait for ever."""
+    """Each loses a node for good and there is no other: both would wait for ever.
+
+    Meanwhile the fleet gets rules by which the jobs could not be submitted any more.
+    """
     breaks = [
         Exit(generation=1, node=node, rank=rank, exit_code=None, signal=6, after=3.0, kernel=XID_79)
         for node, rank in (("n2", 1), ("n4", 1))
@@ -326,11 +339,18 @@ async def test_of_two_deadlocked_jobs_the_younger_gives_way(
         await older.until_phase(Phase.RUNNING, 1)
         younger = await rig.submit(gpus_per_node=8, ranks=1)
         await younger.until_phase(Phase.RUNNING, 1)
+        rig.fleets.known = rig.fleets.known.model_copy(update={"access": NO_SUBMITTERS})
+        await rig.tell_fleet("apply")
+        await until_fleet(rig, lambda state: state.access is not None, "that it has rules")
         state = await older.until_phase(Phase.RUNNING, 2)
         assert {slot.node for slot in state.slots} == {"n1", "n3"}
         waiting = await younger.until(
-            lambda s: s.phase is Phase.WAITING_FOR_NODES and not s.maybe_alive, "given way"
+            lambda s: (
+                s.ending is not None or (s.phase is Phase.WAITING_FOR_NODES and not s.maybe_alive)
+            ),
+            "given way",
         )
+        assert waiting.ending is None
         assert waiting.generation == 2
         await ended(older)
         assert {slot.node for slot in (await younger.until_phase(Phase.RUNNING, 2)).slots} == {

@@ -371,7 +371,7 @@ class Claims:
         self._seq += 1
         self._grants.clear()
         job, message = self._job, make(self._seq)
-        if message.nodes > 0 and not (message.running or message.keep):
+        if message.nodes > 0 and not (message.running or message.keep or message.has_run):
             message = replace(message, submitted_by=job.submitted_by, signed=self._signed)
         self.more_at, self._launched, self._reported = (
             message.more_at,
