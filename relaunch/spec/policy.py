@@ -386,6 +386,16 @@ class Policy(StrictModel):
 
     @model_validator(mode="before")
     @classmethod
+    def _read_older(cls, value: Any) -> Any:
+        # One that 0.1.0 has resolved has all the keys of its preset but those that came later.
+        lacks = [key for key in LATER_KEYS if key not in value] if isinstance(value, dict) else []
+        if not lacks or value.get("extends") not in preset_names():
+            return value
+        below = _read_preset(value["extends"])
+        return {**value, **{key: below[key] for key in lacks if key in below}}
+
+    @model_validator(mode="before")
+    @classmethod
     def _convert_off(cls, value: Any) -> Any:
         # YAML 1.1 reads an unquoted `off` as false, and users write it unquoted.
         if isinstance(value, dict):
@@ -526,6 +536,11 @@ def find_timeout_errors(timeouts: Timeouts, hang: HangLimits) -> list[str]:
             "hangs; set hang.after to more than that"
         )
     return sentences
+
+
+LATER_KEYS = ("check_foreign_processes",)
+"""Keys that presets have got since 0.1.0. A policy of a running job that lacks one follows its
+preset there, so that presets of other systems decide as those systems do."""
 
 
 @cache

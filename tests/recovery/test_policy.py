@@ -19,6 +19,7 @@ from relaunch.fields import duration
 from relaunch.job.apply import list_changed_keys
 from relaunch.messages.jobs import overlay
 from relaunch.spec.policy import (
+    LATER_KEYS,
     HangLimits,
     Policy,
     Rung,
@@ -461,6 +462,16 @@ def test_every_preset_is_a_policy_and_can_be_extended(name: str) -> None:
     assert (base.extends, extended.strict_lease) == (name, True)
     assert extended.model_copy(update={"strict_lease": False}) == base
     assert resolve({"extends": name}) == base
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_policy_from_before_a_key_follows_its_preset(name: str) -> None:
+    written = preset(name).model_dump(mode="json")
+    for key in LATER_KEYS:
+        del written[key]
+    assert Policy.model_validate(written) == preset(name)
+    stated = Policy.model_validate(written | {"check_foreign_processes": True})
+    assert stated.check_foreign_processes
 
 
 def budget(policy: Policy) -> tuple[int, bool, int | str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 from relaunch.config import Settings
 from relaunch.spec.fleet import FleetNode, FleetSpec
 from relaunch.spec.job import JobSpec
-from relaunch.spec.policy import Policy
-from tests.releases.check import find_breaks
+from relaunch.spec.policy import Policy, preset
+from tests.releases.check import find_breaks, list_all
 from tests.releases.payloads import MESSAGES, WITHOUT_CONTENT, find_types
 from tests.releases.real import EXAMPLES
 from tests.releases.record import ROOT, read_version
@@ -18,6 +19,25 @@ from tests.releases.recording import FINAL, list_releases, load, path_of
 async def test_what_each_release_wrote_is_continued_and_read() -> None:
     breaks = [each for path in list_releases() for each in await find_breaks(load(path))]
     assert breaks == [], "\n".join(breaks)
+
+
+def test_a_key_that_a_release_had_not_is_as_its_preset_says() -> None:
+    """Or a job that began under it would decide otherwise than its preset promises."""
+    seen = set()
+    for path in list_releases():
+        recording = load(path)
+        for payload in list_all(recording, recording.list_histories()):
+            if payload.kind != "input of workflow TrainingJob":
+                continue
+            written = json.loads(payload.data)["policy"]
+            read = Policy.model_validate(written)
+            newer = set(Policy.model_fields) - set(written)
+            expected = preset(read.extends)
+            assert {key: getattr(read, key) for key in newer} == {
+                key: getattr(expected, key) for key in newer
+            }, (payload.where, read.extends)
+            seen.add(read.extends)
+    assert seen >= {"default", "ecs-reboot-once"}
 
 
 def test_each_version_that_was_released_has_its_file() -> None:
