@@ -6,6 +6,7 @@ A reset goes on above; old incidents go to the archive.
 from __future__ import annotations
 
 import asyncio
+import json
 import uuid
 from datetime import timedelta
 
@@ -17,12 +18,14 @@ from temporalio.client import Client
 from temporalio.service import RPCError, RPCStatusCode
 
 from relaunch.activities.records import read_archive
+from relaunch.job.events import MessageRejected, SubmitterChecked
 from relaunch.job.state import Phase
 from relaunch.messages.jobs import TrainingJobInput
 from relaunch.workflows.search_attributes import memo
 from relaunch.workflows.training_job import actions
 from relaunch.workflows.training_job.workflow import TrainingJob
 from tests.fakes.nodes import Exit, Progress, Script
+from tests.payloads import decrypt
 from tests.workflows.conftest import MakeRig
 from tests.workflows.rig import PATIENCE, Job, is_claim, policy
 from tests.workflows.test_histories import SCENARIOS
@@ -82,6 +85,30 @@ async def test_a_signal_sent_while_the_job_continues_as_new_is_kept(
             ("n2", 1),
             ("n2", 2),
         ]
+        await job.handle.signal("cancel")
+        await job.result()
+
+
+async def test_what_0_1_0_cannot_read_is_not_carried_on(
+    make_short_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer of a fleet with `access` comes while the job is about to continue as new."""
+    continue_as_new = TrainingJob._continue_as_new
+
+    async def get_answer_meanwhile(self: TrainingJob) -> None:
+        self._session.post(MessageRejected("report", "it is not known"))
+        self._session.post(SubmitterChecked("ada (claimed)"))
+        await continue_as_new(self)
+
+    monkeypatch.setattr(TrainingJob, "_continue_as_new", get_answer_meanwhile)
+    async with make_short_rig(Script((Progress(hangs=True),)), is_patched=True) as rig:
+        job = await rig.submit()
+        await job.until(lambda s: s.submitted_by == "ada (claimed)" and bool(s.notices))
+        runs = await job.runs()
+        begun = runs[1].events[0].workflow_execution_started_event_attributes.input.payloads
+        start = json.loads(decrypt(begun[0]).data)
+        assert [one["kind"] for one in start["carried"]["inbox"]] == ["MessageRejected"]
+        assert start["resume"]["submitted_by"] == "ada (claimed)"
         await job.handle.signal("cancel")
         await job.result()
 

@@ -28,6 +28,7 @@ with workflow.unsafe.imports_passed_through():
         NodesOffered,
         NodesSlow,
         Submitted,
+        SubmitterChecked,
         WorkflowReset,
     )
     from relaunch.job.rules import is_open_question
@@ -354,6 +355,7 @@ class TrainingJob(MessageHandlers):
             tasks = [one for one in session.tasks.busy if not session.tasks.can_pause(one)]
             if not tasks:
                 break
+        self._note_submitter()
         carried = CarriedState(
             tuple(session.inbox),
             self._watches.after_seq,
@@ -376,6 +378,17 @@ class TrainingJob(MessageHandlers):
             ),
             memo(job),
         )
+
+    def _note_submitter(self) -> None:
+        """Take out of the inbox who has submitted the job, by what the fleet has found.
+
+        A run of release 0.1.0 may continue this one, and could not read an inbox with that event.
+        """
+        session = self._session
+        for event in session.inbox:
+            if isinstance(event, SubmitterChecked):
+                session.job, _ = step(session.job, event, workflow.now())
+        session.inbox = [one for one in session.inbox if not isinstance(one, SubmitterChecked)]
 
 
 def _first_state(start: TrainingJobInput) -> JobState:
