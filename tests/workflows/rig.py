@@ -580,6 +580,7 @@ async def replay(*histories: WorkflowHistory, is_sandboxed: bool = True) -> None
     passed = SandboxRestrictions.default.with_passthrough_modules(*CORE, "re2", "cryptography")
     replayer = Replayer(
         workflows=[TrainingJob, NodeRepair, Fleet, Notifier],
+        namespace="default",  # which orders to a fleet are signed for, so it decides by it
         workflow_runner=SandboxedWorkflowRunner(passed) if is_sandboxed else SealedRunner(),
         data_converter=data_converter(),
         debug_mode=True,  # without a limit of 2 s for a task

@@ -12,6 +12,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from temporalio import workflow
 from temporalio.api.enums.v1 import EventType
 from temporalio.client import WorkflowExecutionStatus
 from temporalio.exceptions import ApplicationError
@@ -19,9 +20,12 @@ from temporalio.exceptions import ApplicationError
 from relaunch.activities.fleet import FleetActivities
 from relaunch.evidence.causes import Cause
 from relaunch.evidence.findings import Verdict
-from relaunch.pool.messages import Suspect
+from relaunch.pool.events import FleetEvent
+from relaunch.pool.messages import FaultReport, Suspect
+from relaunch.pool.scheduler import apply_event
 from relaunch.pool.state import FleetState, NodeRecord, NodeStatus
 from relaunch.spec.fleet import FleetNode
+from relaunch.workflows.fleet import workflow as fleet_workflow
 from tests.fakes.nodes import Script, Sick, Takes
 from tests.payloads import read_failure
 from tests.workflows.claimants import claimants, eventually, fleet_state, until_fleet
@@ -314,6 +318,39 @@ async def test_a_release_withdraws_what_a_repair_asks(make_rig: MakeRig) -> None
         end = await repair.result()
         assert (end["outcome"], "grace released it: reseated" in end["reason"]) == ("refused", True)
         assert not [one for one in rig.backend.upkeep if one.command == "reset-gpus"]
+
+
+async def test_a_fleet_that_repaired_despite_a_release_is_replayed(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the rig is left. 0.1.0 had no patches, and did not note when a node was cleared."""
+
+    def apply_as_before(state: FleetState, fact: FleetEvent, now: datetime) -> FleetState:
+        state = apply_event(state, fact, now)
+        nodes = (replace(one, cleared_at=None, released_at=None) for one in state.nodes)
+        return replace(state, nodes=tuple(nodes))
+
+    old = blame("n1")
+    async with make(make_rig, nodes=2, gpus=1, is_patched=True) as rig:
+        with monkeypatch.context() as patch:
+            patch.setattr(fleet_workflow, "apply_event", apply_as_before)
+            patch.setattr(workflow, "patched", lambda *_, **__: False)
+            await rig.tell_fleet("apply")
+            await until_fleet(rig, lambda state: state.is_probed, "probes")
+            await rig.tell_fleet("release", {"node": "n1", "reason": "reseated", "by": "grace"})
+            ended = ""
+            for generation in (1, 2):
+                report = FaultReport("a", 1, (replace(old, generation=generation),))
+                await rig.tell_fleet("report_faults", report)
+                state = await until_fleet(
+                    rig,
+                    lambda state, before=ended: (  # type: ignore[misc]
+                        find(state, "n1").repair_ended != before
+                    ),
+                    f"the end of repair {generation}",
+                )
+                ended = find(state, "n1").repair_ended
+            await rig.end_fleet()
 
 
 @pytest.mark.long

@@ -58,11 +58,18 @@ with workflow.unsafe.imports_passed_through():
         ReclaimResult,
         ReleaseCommand,
         RepairRequest,
+        RepairResult,
         ResumeCommand,
         RunningJobs,
     )
     from relaunch.pool.messages import Claim
-    from relaunch.pool.nodes import SWEEP_INTERVAL, find_node, is_released_since, returns_known
+    from relaunch.pool.nodes import (
+        SWEEP_INTERVAL,
+        find_node,
+        is_released_since,
+        put_node,
+        returns_known,
+    )
     from relaunch.pool.restore import is_restoring
     from relaunch.pool.scheduler import PROBE, WATCH, Scheduler, apply_event
     from relaunch.pool.state import FleetState, NodeStatus
@@ -186,6 +193,8 @@ class Fleet:
             ):
                 fact = replace(fact, ends_both=True)
             before, self._state = self._state, apply_event(self._state, fact, workflow.now())
+            if isinstance(fact, ReleaseCommand | RepairResult):
+                self._keep_clearing(before, fact.node)
             if isinstance(fact, ReleaseCommand):
                 self._withdraw_repair(before, fact.node)
             if self._state.is_file_read:
@@ -247,6 +256,19 @@ class Fleet:
                 self._tell(order.workflow, "permitted", order.permit)
             case RepairRequest():
                 self._telling[f"repair of {order.node}"] = asyncio.create_task(self._repair(order))
+
+    def _keep_clearing(self, before: FleetState, name: str) -> None:
+        """Forget that a node was found healthy or released, in a replay of what 0.1.0 has done.
+
+        It did not note the time. With it, evidence and repairs from before count for less, and the
+        fleet would not give the orders that the history has.
+        """
+        was, node = find_node(before, name), find_node(self._state, name)
+        if was is None or node is None or node.cleared_at == was.cleared_at:
+            return
+        if not workflow.patched("cleared-nodes"):
+            as_before = replace(node, cleared_at=was.cleared_at, released_at=was.released_at)
+            self._state = put_node(self._state, as_before)
 
     def _withdraw_repair(self, before: FleetState, name: str) -> None:
         """Cancel a repair of a node that a person has released, if it has done nothing to it:
