@@ -8,7 +8,10 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
+from collections.abc import AsyncIterator
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 from temporalio.api.common.v1 import WorkflowExecution
@@ -16,18 +19,25 @@ from temporalio.api.enums.v1 import EventType
 from temporalio.api.workflowservice.v1 import ResetWorkflowExecutionRequest
 from temporalio.client import Client
 from temporalio.service import RPCError, RPCStatusCode
+from temporalio.testing import WorkflowEnvironment
+from temporalio.workflow import Info
 
+import relaunch.pool.scheduler
+import relaunch.workflows.fleet.workflow
+from relaunch.activities.fleet import FleetActivities
 from relaunch.activities.records import read_archive
 from relaunch.job.events import MessageRejected, SubmitterChecked
 from relaunch.job.state import Phase
 from relaunch.messages.jobs import TrainingJobInput
+from relaunch.workflows.fleet.workflow import Fleet
 from relaunch.workflows.search_attributes import memo
 from relaunch.workflows.training_job import actions
 from relaunch.workflows.training_job.workflow import TrainingJob
 from tests.fakes.nodes import Exit, Progress, Script
 from tests.payloads import decrypt
+from tests.workflows.claimants import claimants
 from tests.workflows.conftest import MakeRig
-from tests.workflows.rig import PATIENCE, Job, is_claim, policy
+from tests.workflows.rig import PATIENCE, Job, is_claim, policy, rig
 from tests.workflows.test_histories import SCENARIOS
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -239,6 +249,63 @@ async def test_a_queued_job_continues_as_new_and_keeps_its_turn(
         for job in (third, second):
             await job.handle.signal("cancel")
             assert (await job.result()).phase is Phase.CANCELLED
+
+
+async def test_a_job_queued_for_30_days_starts_when_it_is_its_turn(
+    skipping: WorkflowEnvironment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each day the fleet has news for the job: a node is out, or in again.
+
+    The server that skips time lists no workflows, skips none while an activity runs, and may wedge
+    where a timer is cancelled as it fires. So the fleet finds no jobs and looks at nothing by
+    itself, and workflows are kept.
+    """
+    most = 50  # the real server has thousands
+
+    async def list_none(*_: object) -> AsyncIterator[str]:
+        for nothing in ():
+            yield nothing
+
+    async def find_none(*_: object) -> list[object]:
+        return []
+
+    monkeypatch.setattr(FleetActivities, "_list_running_jobs", list_none)
+    monkeypatch.setattr(FleetActivities, "_runs_before", find_none)
+    monkeypatch.setattr(Fleet, "_may_watch", lambda _: False)
+    monkeypatch.setattr(relaunch.workflows.fleet.workflow, "HURRY_FOR", timedelta(0))
+    for module in (relaunch.pool.scheduler, relaunch.workflows.fleet.workflow):
+        monkeypatch.setattr(module, "SWEEP_INTERVAL", timedelta(days=365))
+    monkeypatch.setattr(
+        Info, "is_continue_as_new_suggested", lambda self: self.get_current_history_length() >= most
+    )
+    script, name = Script((Progress(hangs=True),)), f"f-{uuid.uuid4().hex[:8]}"
+    options: dict[str, Any] = {"gpus": 8, "name": name, "is_patched": True, "cached": 100}
+    async with rig(skipping.client, tmp_path, script, **options) as made, claimants(made) as begin:
+        first, third = await begin(), await begin()
+        await first.claim(2)
+        assert len(await first.nodes()) == 2
+        job = await made.submit(gpus_per_node=8)
+        await job.until(lambda s: s.phase is Phase.QUEUED and bool(s.reason), "queued")
+        await third.claim(2)
+        for day in range(30):
+            change = "release" if day % 2 else "quarantine"
+            message = {"node": "n1", "reason": f"its fan, day {day}", "by": "grace"}
+            await made.tell_fleet(change, message)
+            await skipping.sleep(timedelta(days=1))
+        state = await job.state()
+        assert state.phase is Phase.QUEUED
+        assert await skipping.get_current_time() - state.submitted_at >= timedelta(days=30)
+        runs = await job.runs()
+        assert len(runs) >= 3 and max(len(run.events) for run in runs) < 1.5 * most
+        second, *_, last = [run.events[0].ByteSize() for run in runs[1:]]
+        assert last < 1.1 * second < 100_000, "what it takes along does not grow with the days"
+        assert await third.grants() == []
+        await first.give_back()
+        assert (await job.until_phase(Phase.RUNNING, 1)).submission == state.submission
+        assert await third.grants() == []
+        await job.handle.signal("cancel")
+        assert (await job.result()).phase is Phase.CANCELLED
+        assert len(await third.nodes()) == 2
 
 
 @pytest.mark.long
