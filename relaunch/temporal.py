@@ -231,6 +231,15 @@ BROKEN_CONNECTION = ("transport error", "h2 protocol error", "error reading a bo
 as UNKNOWN or INTERNAL, and not as UNAVAILABLE."""
 
 
+def is_away(error: RPCError) -> bool:
+    """Return whether a call failed because no server took it, or because the server ended."""
+    from temporalio.service import RPCStatusCode
+
+    return error.status is RPCStatusCode.UNAVAILABLE or any(
+        one in error.message for one in BROKEN_CONNECTION
+    )
+
+
 def explain_refusal(error: RPCError) -> ConfigError:
     """Return the sentence for a call that the server, or a proxy before it, refused."""
     try:

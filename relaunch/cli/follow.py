@@ -18,6 +18,7 @@ from relaunch.cli.terminal import make_console
 from relaunch.job import failure
 from relaunch.job.state import Incident, JobState, Phase
 from relaunch.spec.job import OutputStream
+from relaunch.temporal import is_away
 from relaunch.text import count_noun, omit_said
 
 if TYPE_CHECKING:
@@ -42,11 +43,21 @@ Say = Callable[[str], None]
 
 
 async def watch(
-    client: Client, name: str, refresh_interval: float = REFRESH_INTERVAL_S
+    client: Client,
+    name: str,
+    refresh_interval: float = REFRESH_INTERVAL_S,
+    *,
+    is_kept: bool = False,
 ) -> AsyncIterator[jobs.JobSnapshot]:
     """Yield the state of the job whenever it has changed, last when it has ended.
 
     The server tells of each event (a long poll), so nothing is asked while nothing happens.
+
+    Args:
+        client: The client of the server.
+        name: The job's name.
+        refresh_interval: Seconds without an event after which the job is looked at all the same.
+        is_kept: Whether the caller starts the server again when it ends, so it is waited for.
     """
     loop = asyncio.get_running_loop()
     events: EventFeed | None = None
@@ -54,7 +65,13 @@ async def watch(
     try:
         while True:
             looked_at = loop.time()
-            newer = await jobs.load_job(client, name, now)
+            try:
+                newer = await jobs.load_job(client, name, now)
+            except RPCError as error:
+                if not is_kept or not is_away(error):
+                    raise
+                await asyncio.sleep(LOOK_INTERVAL_S)
+                continue
             if newer != now:
                 yield newer
             now = newer
@@ -286,23 +303,24 @@ async def follow_with_logs(
     name: str,
     say: Say,
     *,
-    can_retry: bool = True,
+    is_kept: bool = False,
     output: RunOutput | None = None,
     report_unprinted: Say | None = None,
 ) -> int:
     """Print the output of all ranks of every generation, and what relaunch does, until the job
     ends.
 
-    Return the job's exit code. `can_retry` is that of `closing_line`, and `output` says what is
-    printed of what ranks print. `report_unprinted` is given a sentence if output is missing at the
-    end, also when this is cancelled after the job has ended; without it, `say` is.
+    Return the job's exit code. `is_kept` is that of `watch`: the server is there for this job only,
+    and cannot run it again. `output` says what is printed of what ranks print. `report_unprinted`
+    is given a sentence if output is missing at the end, also when this is cancelled after the job
+    has ended; without it, `say` is.
     """
     narrator = Narrator(say)
     reader = LogReader(client, task_queue, say, output=output)
     reading = asyncio.create_task(reader.run())
     now: jobs.JobSnapshot | None = None
     try:
-        async for now in watch(client, name):
+        async for now in watch(client, name, is_kept=is_kept):
             narrator.tell(now)
             if now.state is not None:
                 reader.see(now.state)
@@ -310,7 +328,7 @@ async def follow_with_logs(
     finally:
         reading.cancel()
     assert now is not None
-    text, code = closing_line(now, can_retry=can_retry)
+    text, code = closing_line(now, can_retry=not is_kept)
     say(text)
     return code
 

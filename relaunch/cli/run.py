@@ -31,6 +31,7 @@ from relaunch.temporal import (
     connect,
     find_backend,
     find_running_up,
+    is_away,
     read_configured_address,
 )
 from relaunch.text import printable
@@ -249,12 +250,7 @@ async def _run(
             has_fleet=own is not None,
             hides_causes=settings.hides_causes,
         )
-        try:
-            await asyncio.wait_for(submitting, SUBMIT_TIMEOUT_S if own else None)
-        except TimeoutError:
-            raise ConfigError(
-                f"the server of this job started, and did not take it within {SUBMIT_TIMEOUT_S:g} s"
-            ) from None
+        await (_submit_to_own(submitting, keeping) if keeping else submitting)
         is_running = True
         if env_file:
             environment.remove_others(env_file)
@@ -271,7 +267,7 @@ async def _run(
                 settings.task_queue,
                 spec.name,
                 say,
-                can_retry=own is None,
+                is_kept=own is not None,
                 output=output,
                 report_unprinted=report_unprinted,
             ),
@@ -297,6 +293,29 @@ async def _run(
             own.stop()
             if code == 0 and is_printed:
                 shutil.rmtree(own.state, ignore_errors=True)
+
+
+async def _submit_to_own(submitting: Coroutine[Any, Any, Any], keeping: asyncio.Task[None]) -> None:
+    """Wait until the job's own server has taken the job.
+
+    Raises:
+        ConfigError: It did not, or is gone.
+        RPCError: It refuses the job.
+    """
+    from temporalio.service import RPCError
+
+    try:
+        await asyncio.wait_for(submitting, SUBMIT_TIMEOUT_S)
+    except TimeoutError:
+        raise ConfigError(
+            f"the server of this job started, and did not take it within {SUBMIT_TIMEOUT_S:g} s"
+        ) from None
+    except RPCError as error:
+        if is_away(error):  # why the server ended says more than the call that this broke
+            await asyncio.wait([keeping], timeout=SUBMIT_TIMEOUT_S)
+        if keeping.done():
+            keeping.result()
+        raise
 
 
 @dataclass(frozen=True)
