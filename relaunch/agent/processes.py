@@ -136,6 +136,15 @@ def close_all_but(handles: Iterable[int]) -> None:
                 continue
 
 
+def read_name(pid: int) -> str:
+    """Return the name of a process, cut to 15 characters by the kernel; empty: it has ended."""
+    try:
+        with open(f"/proc/{pid}/comm", "rb") as file:
+            return file.read().decode(errors="replace").rstrip("\n")
+    except OSError:  # /proc may also hide it
+        return ""
+
+
 class Process(NamedTuple):
     """One line of /proc/<pid>/stat."""
 

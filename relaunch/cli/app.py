@@ -408,9 +408,12 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
 ) -> None:
     """Write a job file: from a command line of torchrun, or from answers to five questions."""
+    from relaunch.cli import clients
     from relaunch.cli.init import write
 
     spec = write(file, command or (), force, sys.stdin.isatty())
+    if (notice := clients.find_notice(spec.command)) is not None:
+        say(notice)
     print(f"{file} written: {spec.size}; start it with `relaunch submit {file}`")
 
 
@@ -432,7 +435,7 @@ def submit(
     ] = False,
 ) -> None:
     """Submit the job that a file describes."""
-    from relaunch.cli import files
+    from relaunch.cli import clients, files
 
     flags = {
         "name": name,
@@ -444,6 +447,8 @@ def submit(
     spec, resolved = files.read_job(
         job, {key: value for key, value in flags.items() if value is not None}
     )
+    if (notice := clients.find_notice(spec.command)) is not None:
+        say(notice)
 
     async def work(client: Client, settings: Settings) -> int:
         from relaunch.cli import submit

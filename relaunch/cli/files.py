@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from relaunch.cli import clients
 from relaunch.config import ConfigError
 from relaunch.evidence.causes import Cause
 from relaunch.spec.annotations import GRACE_PERIOD, apply_annotations, apply_grace_period
@@ -66,6 +67,9 @@ def read_job(path: Path, overrides: Mapping[str, Any]) -> tuple[JobSpec, Policy]
     """
     document = _read(path, AS_WRITTEN)
     spec = _validate(JobSpec, {**document.content, **overrides}, document, tuple(overrides))
+    if (refusal := clients.find_refusal(spec.command)) is not None:
+        line = document.line(("command",))
+        raise ConfigError(printable(f"{path}:{line}: command: {refusal}"))
     policy = read_policy(spec.policy, path.parent, None if "policy" in overrides else document)
     try:
         policy = apply_annotations(policy, spec.metadata.annotations)
@@ -81,6 +85,8 @@ def read_job(path: Path, overrides: Mapping[str, Any]) -> tuple[JobSpec, Policy]
 
 def job_from_flags(values: Mapping[str, Any]) -> tuple[JobSpec, Policy]:
     spec = _validate(JobSpec, values, None, tuple(values))
+    if (refusal := clients.find_refusal(spec.command)) is not None:
+        raise ConfigError(printable(refusal))
     return spec, read_policy(spec.policy, Path(), None)
 
 

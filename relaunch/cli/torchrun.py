@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 
+from relaunch.cli import clients
 from relaunch.cli.rank_output import RunOutput
 from relaunch.config import ConfigError
 from relaunch.fields import MAX_DURATION, duration
@@ -315,6 +316,8 @@ def find_notices(
             "OMP_NUM_THREADS is not set here, so it is 1 for each rank, as with torchrun, or what "
             "the rank's node sets: `--env OMP_NUM_THREADS=N` sets another"
         )
+    if (notice := clients.find_notice(spec.command)) is not None:
+        found.append(notice)
     if (launcher := find_launcher(spec.command)) is not None:
         found.append(
             f"{launcher} starts ranks itself, so relaunch sees one process: to have each rank "

@@ -81,6 +81,12 @@ class Guard:
         self.supervisor = 0
         self.groups: Dict[int, int] = {}
         self.cgroup: str | None = None
+        self.has_clients = False
+        """Whether ranks may have had a daemon start processes, which are not below the shim."""
+        self.search = self.answered = 0
+        """The numbers of the last search that the shim has asked for, and of the last one made."""
+        self.killed: List[processes.Process] = []
+        """What such searches have found and killed. It may still be dying."""
         self.has_moved = False
         """Whether the ranks and what they forked were moved into their control group."""
         self.pinged_at = 0.0
@@ -97,6 +103,10 @@ class Guard:
 
     def run(self) -> None:
         while True:
+            if self.search > self.answered:
+                self.answered = self.search
+                left = [(process.pid, process.started) for process in self._search_node()]
+                self.link.send({"searched": self.answered, "left": left})
             self.loop.run_once(self._next_deadline())
             if now() >= self.pinged_at + PING_INTERVAL:
                 self.pinged_at = now()
@@ -119,6 +129,8 @@ class Guard:
         self.supervisor = news["supervisor"]
         self.groups = dict(news["groups"])
         self.cgroup = news["cgroup"]
+        self.has_clients = news["has_clients"]
+        self.search = news["search"]
 
     def _handle_extension(self, news: Json) -> None:
         """Store the new time of the fence. The shim gets it as well, unless it is stopped."""
@@ -184,6 +196,9 @@ class Guard:
         left = self._find_left()
         for process in left:
             processes.kill(process, signal.SIGKILL)
+        if self.has_clients and self.give_up_at is None:
+            # After what is below the shim: this reads of each process, and may block on one.
+            self._search_node()
         self.pause = min(SCAN_INTERVALS[1], self.pause * 2) if left else SCAN_INTERVALS[1]
         self.scan_at = now() + self.pause
         return self.give_up_at is None or (bool(left) and now() < self.give_up_at)
@@ -191,11 +206,26 @@ class Guard:
     def _find_left(self) -> List[processes.Process]:
         if self.give_up_at is None:
             return self._find_below()
-        state = self.node_state
-        named = processes.find_by_token(
-            self.token.text, lambda rest: rest == "", state, self.groups
-        )
+        named = self._find_named(self.groups)
         return named + (cgroup.list_members(self.cgroup) if self.cgroup is not None else [])
+
+    def _search_node(self) -> List[processes.Process]:
+        """Return what has this generation's token, and kill it if that is due.
+
+        For what a daemon has started, which is not below the shim.
+        """
+        found = processes.add_dying(self._find_named({}), self.killed)
+        if self._is_overdue():
+            for process in found:
+                processes.kill(process, signal.SIGKILL)
+            self.killed = found
+        return found
+
+    def _find_named(self, groups: Dict[int, int]) -> List[processes.Process]:
+        """Return what has the token of this generation, or belongs to these groups."""
+        return processes.find_by_token(
+            self.token.text, lambda rest: rest == "", self.node_state, groups
+        )
 
 
 def make_news(
@@ -206,6 +236,8 @@ def make_news(
     supervisor: int,
     groups: List[Tuple[int, int]],
     cgroup: str | None,
+    has_clients: bool = False,
+    search: int = 0,
 ) -> Json:
     """Return the message that a shim sends to its guard. Each message holds the complete state.
 
@@ -217,6 +249,8 @@ def make_news(
         supervisor: The pid of the supervisor, 0 if there is none. It is not a rank.
         groups: Pid and start time of each rank, used once the shim is dead.
         cgroup: The control group of the ranks, if there is one.
+        has_clients: Whether ranks may have had a daemon start processes.
+        search: The number of the search for these that the shim waits for; 0: for none.
     """
     return {
         "state": state,
@@ -226,4 +260,6 @@ def make_news(
         "supervisor": supervisor,
         "groups": groups,
         "cgroup": cgroup,
+        "has_clients": has_clients,
+        "search": search,
     }

@@ -22,6 +22,7 @@ from relaunch.agent.loop import Channel, Loop, is_from_this_user
 from relaunch.agent.node import kernel_log
 from relaunch.agent.protocol import Json, Refusal, Token, now
 from relaunch.agent.ranks import cgroup, guard, journal, spawn, supervisor
+from relaunch.agent.ranks.clients import ClientWork
 from relaunch.agent.ranks.journal import Journal
 from relaunch.agent.ranks.lease import Lease
 from relaunch.agent.ranks.link import ChildLink
@@ -109,6 +110,8 @@ class Shim:
     """Unix time just before the ranks got SIGTERM."""
     signalled: str | None = None
     """The signal that asked this process to end, until it is obeyed."""
+    cgroup: str | None = None
+    """The control group of the ranks; None if there is none."""
     has_failed = False
     """Whether a rank has failed otherwise than by a SIGTERM that was not from here."""
 
@@ -166,8 +169,7 @@ class Shim:
         """The position in the kernel log before any rank runs; the supervisor reads from here."""
         self.groups: list[tuple[int, int]] = []
         """Pid and start time of each rank."""
-        self.cgroup: str | None = None
-        """The control group of the ranks; None if there is none."""
+        self.client_work = ClientWork(self._inform_guard)
         self.launch_ends: float | None = None
         """When the fence is due if this process fails while starting ranks, before the lease."""
         self.extensions = os.pipe()
@@ -317,9 +319,13 @@ class Shim:
     def _sweep(self) -> None:
         """Terminate or kill what is left; when nothing is left, end and confirm.
 
-        Everything that ranks ever forked is below this process, which is a subreaper.
+        Everything that ranks ever forked is below this process, which is a subreaper. What a daemon
+        has started for them is not.
         """
-        if not self.alive and not set(processes.list_children()) - {self.link.pid, self.guard.pid}:
+        helpers = {self.link.pid, self.guard.pid}
+        if self.alive or set(processes.list_children()) - helpers:
+            self.client_work.note_living()
+        elif self.client_work.is_gone():
             self.state = "ended"
             self.used_at = now()
             self._inform_guard()
@@ -337,17 +343,22 @@ class Shim:
             if self.cgroup is not None:
                 cgroup.kill(self.cgroup)
             if now() >= self.kill_at + STUCK_NOTICE_DELAY:
-                self._report_stuck(left)
+                self._report_stuck([*left, *self.client_work.left])
         self.sweep_pause = min(SWEEP_INTERVALS[1], self.sweep_pause * 1.5)
         self.sweep_at = now() + self.sweep_pause
 
     def _find_below(self) -> list[processes.Process]:
-        """Return the ranks and all living processes that they forked."""
-        return processes.list_descendants(os.getpid(), without=[self.link.pid, self.guard.pid])
+        """Return the ranks and all living processes that they forked; note clients among them."""
+        below = processes.list_descendants(os.getpid(), without=[self.link.pid, self.guard.pid])
+        self.client_work.note(below)
+        return below
 
     def _terminate_strays(self) -> None:
-        """Send SIGTERM once to each process that left the process groups of the ranks."""
-        for process in self._find_below():
+        """Send SIGTERM once to each process that left the process groups of the ranks.
+
+        And to what has outlived its client, which would have passed that on.
+        """
+        for process in [*self._find_below(), *self.client_work.list_first()]:
             identity = process.pid, process.started
             if (
                 process.group not in self.terminated_groups
@@ -415,6 +426,9 @@ class Shim:
             self.launcher_kill_at = float("inf")
             for pid in self.alive.values():
                 processes.kill_group(pid, signal.SIGKILL)
+        look_at = self.client_work.look_at
+        if self.state == "running" and look_at is not None and now() >= look_at:
+            self._find_below()
         if self.state == "stopping" and now() >= self.sweep_at:
             self._reap()
             self._sweep()
@@ -469,6 +483,7 @@ class Shim:
                     self.launcher_kill_at,
                     self.lease.ends if self.lease is not None else None,
                     self._unwatched_until,
+                    self.client_work.look_at,
                 )
                 if at is not None
             ]
@@ -575,6 +590,8 @@ class Shim:
         release_port(self.sockets.master)
         self._set_launch_end()
         is_warm = self.warm is not None
+        launched = order.get("launched") or {"command": []}
+        self.client_work.begin([*order["command"], *launched["command"]])
         try:
             obstacle = self._launch(order)
             pids = {str(rank): pid for rank, pid in self.alive.items()}
@@ -676,6 +693,8 @@ class Shim:
             late = "this node's shim did not run when it was time to stop its ranks"
             fenced = self.lease.find_fence_reason(message["fenced"])
             self._fence(*(fenced or ("isolated", late)))
+        if "searched" in message and self.client_work.handle_answer(message):
+            self.sweep_at = now()
 
     def _ensure_guard(self) -> None:
         """Fork a guard if there is none.
@@ -700,7 +719,15 @@ class Shim:
         kill_at = self.kill_at if self.state == "stopping" else None
         may_run = self.launch_ends is not None
         return guard.make_news(
-            self.state, may_run, ends, kill_at, self.link.pid, self.groups, self.cgroup
+            self.state,
+            may_run,
+            ends,
+            kill_at,
+            self.link.pid,
+            self.groups,
+            self.cgroup,
+            self.client_work.has_clients,
+            self.client_work.search,
         )
 
     def _record_launch(self, record: Json) -> None:

@@ -1,0 +1,124 @@
+"""Ranks that are run by a daemon of the node, because their command is, or has, its client.
+
+`docker run` asks an engine to start a container: what trains there is no descendant of the rank,
+and goes on when the client is killed. It is found by the token in its environment, where the job
+hands that over. This is part of the shim, and signals nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Callable, Iterable, List, Optional, Set
+
+from relaunch.agent import processes
+from relaunch.agent.protocol import Json, now
+
+CLIENTS = frozenset(
+    ("docker", "docker-compose", "nerdctl", "podman", "podman-remote", "systemd-run", "srun")
+)
+"""Those that have processes started on this node, with variables of theirs.
+
+relaunch.cli.clients knows more: what runs on other hosts is not found here.
+"""
+LOOK_DELAYS = (2.0, 60.0)
+"""Seconds between two looks for clients below the ranks: the first and the longest.
+
+For a client that is killed: later it cannot be seen. Once one is found there are no more looks.
+"""
+SETTLE_TIME = 1.0
+"""Seconds after the end of all that is below the shim until a search that finds nothing is a proof.
+
+An engine goes on with a start whose client was killed: up to 0.4 s later a container began (Docker
+26.1). Longer, and a caller would take the shim for silent (stop.SHIM_EXIT_TIMEOUT).
+"""
+
+
+def find_in_command(command: Iterable[str]) -> Set[str]:
+    """Return the clients that a command names anywhere, also in the text of a shell."""
+    words = (word for text in command for word in re.split(r"[\s;|&()'\"`]+", text))
+    return {word.rpartition("/")[2] for word in words} & CLIENTS
+
+
+class ClientWork:
+    """What clients among the ranks have had a daemon start, and the search for it.
+
+    The guard searches, because reading of each process of the node may block on one that hangs.
+    """
+
+    def __init__(self, inform: Callable[[], None]) -> None:
+        """Begin without a client; `inform` tells the guard that there is one, or a search."""
+        self.inform = inform
+        self.has_clients = False
+        self.search = 0
+        """The number of the last search that was asked for."""
+        self.left: List[processes.Process] = []
+        """What the last search has found: it is not below the shim."""
+        self._searched = 0
+        """The number of the last search that was answered."""
+        self._proving: Optional[int] = None
+        """The number of the first search that was late enough to prove that nothing is left."""
+        self._empty_at: Optional[float] = None
+        self._delay = LOOK_DELAYS[0]
+        self._look_at = 0.0
+
+    def begin(self, command: Iterable[str]) -> None:
+        """Note the command that ranks are about to be started with."""
+        self.has_clients = bool(find_in_command(command))
+        self._look_at = now() + self._delay
+
+    def note(self, below: Iterable[processes.Process]) -> None:
+        """Look for a client among the processes below the shim."""
+        if self.has_clients:
+            return
+        self._look_at = now() + self._delay
+        self._delay = min(LOOK_DELAYS[1], self._delay * 2)
+        if any(processes.read_name(process.pid) in CLIENTS for process in below):
+            self.has_clients = True
+            self.inform()
+
+    @property
+    def look_at(self) -> Optional[float]:
+        """When to look again while ranks run; None: not any more."""
+        return None if self.has_clients else self._look_at
+
+    def note_living(self) -> None:
+        """Note that something still lives below the shim, and may yet ask its daemon for more."""
+        self._empty_at = self._proving = None
+
+    def is_gone(self) -> bool:
+        """Return whether nothing is left, now that nothing is below the shim; ask for a search.
+
+        To be called again until it is.
+        """
+        if not self.has_clients:
+            return True
+        if self._empty_at is None:
+            self._empty_at = now()
+        if self._searched < self.search:
+            return False
+        if self._proving is not None and not self.left:
+            return True
+        self.search += 1
+        if self._proving is None and now() >= self._empty_at + SETTLE_TIME:
+            self._proving = self.search
+        self.inform()
+        return False
+
+    def handle_answer(self, message: Json) -> bool:
+        """Take what the guard has found; return whether that proves that nothing is left."""
+        if message["searched"] != self.search:
+            return False
+        self._searched = self.search
+        started = dict(message["left"])
+        found = [processes.read_process(pid) for pid in started]
+        self.left = [
+            process
+            for process in found
+            if process is not None and process.started == started[process.pid]
+        ]
+        return self._proving is not None and not self.left
+
+    def list_first(self) -> List[processes.Process]:
+        """Return those of what is left that none of it has forked: they pass a signal on."""
+        pids = {process.pid for process in self.left}
+        return [process for process in self.left if process.parent not in pids]
