@@ -67,6 +67,7 @@ from relaunch.job.hang import (
     rate,
     update_counter,
 )
+from relaunch.job.places import has_rebooted, parse_place
 
 GATHER_DELAY_S = 0.005
 """Seconds to wait for the other exits of one fault. A longer wait would only delay the relaunch:
@@ -182,6 +183,8 @@ class NodeView:
     watch began."""
     late_at: float = -math.inf
     """When it answered after a silence that was longer than between heartbeats."""
+    has_rebooted: bool = False
+    """Whether its watch came from a later boot than the one that ranks were started in."""
     seq: int = 0
     steps: dict[int, RankStep] = field(default_factory=dict)
     checkpoints: dict[int, int] = field(default_factory=dict)
@@ -372,7 +375,11 @@ class WatchedShard:
         now = read_wall_clock()
         view = self._nodes[node]
         view.last_heard = read_boot_clock()
-        if (heartbeat := line.get("heartbeat")) is not None:
+        if isinstance(hello := line.get("hello"), Mapping):
+            view.has_rebooted = has_rebooted(
+                self.input.places, self.input.token, node, parse_place(hello.get("place"))
+            )
+        elif (heartbeat := line.get("heartbeat")) is not None:
             self._check_ranks(node, map(int, heartbeat.get("progress") or ()))
             view.stamp, view.stamped_at = float(heartbeat["stamp"]), read_boot_clock()
             view.good_beats += 1
@@ -415,8 +422,43 @@ class WatchedShard:
             if raw.get("stopped") and (before := raw.get("before_stop")) is not None:
                 self._stopped.append(read_unfinished(node, {**raw, **before}, "stopped", now))
             self._note_answer(node)
-        elif "end" in line:
+        elif (end := line.get("end")) is not None:
+            self._note_end(node, int(end.get("seq", 0)))
             self._note_answer(node)
+
+    def _note_end(self, node: str, seq: int) -> None:
+        """Record that a node has nothing more to report: none of its ranks is alive.
+
+        If it never said how they ended, that is the fault: the record of their launch did not
+        survive a loss of power, or the one observation that would say it has a number that was used
+        before. Nothing else would show it, because the node answers.
+
+        Args:
+            node: The node.
+            seq: The number of its last observation.
+        """
+        view = self._nodes[node]
+        count = self.input.ranks_per_node
+        if self._cancelled is not None or len(view.exited) >= count or self._has_failed_node(node):
+            return
+        if not self.input.launched and set(self.input.lost) - {node}:
+            return  # none may ever have been started here, and the job waits for other nodes
+        # What the node does not number counts as one more observation, so that the next watch knows
+        # that it was reported.
+        view.seq = max(view.seq, seq) + 1
+        cause = "the node rebooted" if view.has_rebooted else "nothing of its ranks is left"
+        reason = f"{cause}; the exits of {count - len(view.exited)} of {count} are not known"
+        self.add_observation(
+            node, RanksVanished(node, datetime.now(UTC), reason, view.has_rebooted)
+        )
+
+    def _has_failed_node(self, node: str) -> bool:
+        """Return whether a fault of a node's ranks is known, from this watch or from one before it.
+
+        Each observation is a fault or the exit of a rank that succeeded.
+        """
+        reported = self.input.after_seq.get(node, 0) > len(self.input.exited.get(node, ()))
+        return reported or any(observation.node == node for observation, _ in self._faults)
 
     def _check_ranks(self, node: str, ranks: Iterable[int]) -> None:
         first, world = self.input.first_rank, self.input.world_size

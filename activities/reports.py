@@ -54,6 +54,8 @@ class WatchRanksInput:
     and are not sent again."""
     lost: tuple[str, ...] = ()
     """Nodes already reported unreachable; reported again only when they return."""
+    launched: bool = True
+    """Whether ranks were started on every node. If not, some node may never have had any."""
     elsewhere: tuple[str, ...] = ()
     """Those of `lost` already reported as answering from another place than where their ranks were
     started."""

@@ -11,6 +11,8 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from relaunch.generation import Token
+
 MAX_LETTERS = 256
 """Maximum number of characters of one part of a place, as an agent reports it.
 
@@ -145,6 +147,18 @@ def explain_forgotten(
                 "which was started there: its files were removed"
             )
     return None
+
+
+def has_rebooted(
+    places: Iterable[StartedPlaces], token: Token, node: str, answering: AgentPlace | None
+) -> bool:
+    """Return whether a node answers from a later boot than the one a generation was started in."""
+    own = token.submission, token.generation
+    return answering is not None and any(
+        text != MOVED and AgentPlace.from_text(text).boot_id != answering.boot_id
+        for one in places
+        if (one.submission, one.generation) == own and (text := one.by_node.get(node)) is not None
+    )
 
 
 def limit_places(

@@ -39,9 +39,10 @@ from relaunch.job.events import (
     StepReached,
 )
 from relaunch.job.hang import Pace
+from relaunch.job.places import StartedPlaces
 from relaunch.spec.fleet import FleetNode
 from relaunch.spec.policy import HangLimits, Timeouts
-from tests.activities.harness import Stand, ago, environment, eventually, stand
+from tests.activities.harness import TOKEN, Stand, ago, environment, eventually, stand
 from tests.fakes.nodes import (
     Cut,
     Exit,
@@ -576,14 +577,19 @@ async def test_s3_5_ranks_advancing_past_the_exit_barrier_may_succeed() -> None:
 
 @pytest.mark.parametrize(
     ("happening", "rebooted"),
-    [(ShimDies(node="n2"), False), (Reboot(node="n2", after=0.3), True)],
+    [
+        (ShimDies(node="n2"), False),
+        (Reboot(node="n2", after=0.3), True),
+        (Reboot(node="n2", after=0.3, forgets=True), True),
+    ],
 )
 async def test_ranks_that_vanish_unseen_are_reported_as_vanished(
     happening: ShimDies | Reboot, rebooted: bool
 ) -> None:
     fleet = stand(Script((happening,)), timeouts={"lost_after": "10s"})
-    await fleet.launch()
-    fault = (await fleet.watch()).events[-1]
+    output = await fleet.launch()
+    started = StartedPlaces(TOKEN.submission, TOKEN.generation, output.places)
+    fault = (await fleet.watch(places=(started,))).events[-1]
     assert isinstance(fault, FaultObserved)
     (seen,) = fault.observations
     assert isinstance(seen, RanksVanished)

@@ -245,6 +245,26 @@ def test_a_generation_prepared_before_a_reboot_is_not_redone(node: Node) -> None
     assert (answer["outcome"], answer["why"]) == ("refused", "not_above")
 
 
+@pytest.mark.parametrize("lost", [["started.json"], ["started.json", "shim.json"]])
+def test_a_reboot_is_reported_without_a_record_of_the_launch(node: Node, lost: list[str]) -> None:
+    node.run()
+    node.kill_everything()
+    (node.state / "boot_id").write_text("second")
+    for name in lost:
+        (node.folder() / name).unlink()
+    for _ in range(2):
+        lines = node.watch().read_rest()
+        assert [next(iter(line)) for line in lines] == ["hello", "observation", "end"]
+        seen = lines[1]["observation"]
+        assert (seen["seq"], seen["kind"], seen["rebooted"]) == (1, "RanksVanished", True)
+
+
+def test_a_generation_that_was_only_prepared_has_lost_no_ranks(node: Node) -> None:
+    node.prepare()
+    node.kill_everything()
+    assert [next(iter(line)) for line in node.watch().read_rest()] == ["hello", "end"]
+
+
 def test_a_reboot_is_detected_by_the_boot_id(node: Node) -> None:
     node.run(1)
     node.prepare(2)

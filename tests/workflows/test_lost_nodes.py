@@ -53,6 +53,27 @@ async def test_s2_8_a_lost_node_that_returns_goes_on_undisturbed(
         await job.result()
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+async def test_a_lost_node_that_forgot_its_launch_gets_another(
+    make_rig: MakeRig, nodes: int
+) -> None:
+    """Its agent, of 0.1.0, says that it has nothing to report, and nothing of a reboot."""
+    async with make_rig(Script((RUNS,))) as rig:
+        job = await rig.submit(policy({**FENCING, "lease": "60s"}), nodes=nodes, ranks=1)
+        await job.until_phase(Phase.RUNNING, 1)
+        rig.backend.cut("n1", "controller-in", "controller-out")
+        await job.until_phase(Phase.NODE_LOST)
+        rig.backend.lose_power("n1", forgets=True)
+        rig.backend.heal("n1")
+        state = await job.until_phase(Phase.RUNNING, 2)
+        every = (*state.incidents, *((state.incident,) if state.incident else ()))
+        assert "n1: the node rebooted; the exits of 1 of 1 are not known" in {
+            fault.reason for incident in every for fault in incident.faults
+        }
+        await job.handle.signal("cancel")
+        await job.result()
+
+
 @pytest.mark.long
 async def test_s2_8_a_node_may_be_lost_and_return_many_times(make_rig: MakeRig) -> None:
     async with make_rig(Script((RUNS,))) as rig:

@@ -267,6 +267,7 @@ async def watch(
             after_seq={node: seq for node, seq in after_seq.items() if node in names},
             exited={node: ranks for node, ranks in exited.items() if node in names},
             lost=tuple(node for node in job.lost_names if node in names),
+            launched=job.launched_at is not None,
             elsewhere=tuple(
                 lost.node for lost in job.lost if lost.is_elsewhere and lost.node in names
             ),

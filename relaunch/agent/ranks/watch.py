@@ -50,6 +50,9 @@ class Watch:
             sender = make_sender(self.token, None, None)
             raise Refusal("no_such_generation", reason, place=self.job.place, sender=sender)
         self.ranks: list[int] = prepared["ranks"]
+        shim = read_json(self.generation.path / "shim.json") or {}
+        self.boot: str | None = shim.get("boot_id") or prepared["answer"].get("boot_id")
+        """In which the generation was prepared; None: not known."""
 
     def _is_ours(self, prepared: Json) -> bool:
         return bool(prepared["token"] == self.token.json)
@@ -207,17 +210,14 @@ class Watch:
     def _describe_vanished(self, observations: list[Json]) -> Json | None:
         """Return the fields of a RanksVanished observation if exits are missing, else None."""
         started = self.generation.launch
-        if (
-            started is None
-            or started.get("refused")
-            or journal.explains_missing_exits(observations)
-        ):
+        rebooted = self.boot not in (None, read_boot_id(self.generation.state))
+        # A launch of which a loss of power has left no record looks as if there had been none.
+        was_launched = rebooted if started is None else not started.get("refused")
+        if not was_launched or journal.explains_missing_exits(observations):
             return None
         missing = sorted(set(self.ranks) - journal.list_exited(observations))
         if not missing:
             return None
-        boot_of_shim = (read_json(self.generation.path / "shim.json") or {}).get("boot_id")
-        rebooted = boot_of_shim != read_boot_id(self.generation.state)
         cause = "the node rebooted" if rebooted else "the shim and its supervisor died"
         return {
             "reason": f"{cause}; the exits of ranks {missing} are not known",

@@ -100,9 +100,9 @@ class SimulatedBackend:
     def heal(self, node: str) -> None:
         self._node(node).heal()
 
-    def lose_power(self, node: str, down_for: float = 0.0) -> None:
-        """Reboot a node without an order."""
-        self._node(node).reboot(down_for)
+    def lose_power(self, node: str, down_for: float = 0.0, *, forgets: bool = False) -> None:
+        """Reboot a node without an order; `forgets`: as in `Reboot`."""
+        self._node(node).reboot(down_for, forgets)
 
     def recover(self, node: str) -> None:
         """Cure a node without an order and without a reboot."""

@@ -40,6 +40,8 @@ class Generation:
         self.start_order: StartOrder | None = None
         self.ranks: dict[int, Rank] = {}
         self.journal: list[dict[str, Any]] = []
+        self.is_forgotten = False
+        """Whether the node does not know any more that its ranks were launched."""
         self.evidence: dict[int, Exit] = {}
         """What ranks left behind, by the number of the observation."""
         self.listeners: set[asyncio.Event] = set()
@@ -221,7 +223,7 @@ class Generation:
 
     def tell_of_the_end(self) -> None:
         """Report once that ranks are gone whose exits were not seen."""
-        if self.state != "gone" or not self.ranks:
+        if self.state != "gone" or not self.ranks or self.is_forgotten:
             return
         seen = {told["rank"] for told in self.journal if told["kind"] == "RankExited"}
         if len(seen) == len(self.ranks) or any(

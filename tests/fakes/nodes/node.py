@@ -164,7 +164,7 @@ class Node:
                 self.clock.call_later(happening.lasts, partial(self.machine.leave, happening))
             return
         if isinstance(happening, Reboot):
-            self.reboot(happening.down_for)
+            self.reboot(happening.down_for, happening.forgets)
             return
         self.cut(*happening.words)
         if happening.lasts is not None:
@@ -177,13 +177,14 @@ class Node:
     def heal(self) -> None:
         self.cuts = ()
 
-    def reboot(self, down_for: float = 0.0) -> None:
+    def reboot(self, down_for: float = 0.0, forgets: bool = False) -> None:
         self.boot += 1
         self.down = True
         self.machine.rebooted()
         for job in self.jobs.values():
             for generation in job.generations.values():
                 generation.vanish("the node rebooted")
+                generation.is_forgotten = generation.is_forgotten or forgets
         self._booted_at = self.clock.time() + down_for
         if down_for > 0:
             self.clock.call_later(down_for, self._up)

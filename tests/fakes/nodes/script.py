@@ -169,6 +169,9 @@ class Reboot(_Matches):
     when: When = "running"
     after: float = 0.0
     down_for: float = 0.0
+    forgets: bool = False
+    """The disk has lost that ranks were launched: as an agent of 0.1.0, the node says nothing of
+    them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
