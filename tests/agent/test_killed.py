@@ -195,6 +195,37 @@ def _environment(pid: int) -> bytes:
         return b""
 
 
+@pytest.mark.parametrize("is_rank", [True, False], ids=["a rank", "a stranger"])
+def test_a_lock_that_outlives_its_shim_is_freed_by_the_kill(node: Node, is_rank: bool) -> None:
+    node.run(1)
+    watch = node.watch()
+    watch.read_until("heartbeat")
+    os.kill(node.pid("shim"), signal.SIGKILL)
+    watch.read_rest()
+    os.kill(node.pid("supervisor"), signal.SIGKILL)
+    node.end_session()
+    wait_for(lambda: node.list_processes() == [])
+    hold = (
+        f"import fcntl, time; file = open({str(node.folder() / 'shim.lock')!r}); "
+        "fcntl.flock(file, fcntl.LOCK_EX); print('held', flush=True); time.sleep(1000)"
+    )
+    own = {"RELAUNCH_TOKEN": "default/j/1/1", "RELAUNCH_NODE_STATE": str(node.state)}
+    environment = {**os.environ, **(own if is_rank else {})}
+    holder = subprocess.Popen(python_command(hold), env=environment, stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    with holder, holder.stdout:
+        try:
+            assert holder.stdout.readline() == b"held\n"
+            answer = node.stop()
+            assert answer is not None
+            # A process that no search finds may be the shim, seen from another container.
+            assert answer["outcome"] == ("done" if is_rank else "refused"), answer
+            assert is_rank or "the shim of generation 1 does not die" in answer["reason"]
+            assert is_alive(holder.pid) is not is_rank
+        finally:
+            holder.kill()
+
+
 def test_shim_and_supervisor_killed_together_leave_no_rank(
     node: Node,
 ) -> None:

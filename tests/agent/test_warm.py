@@ -437,6 +437,19 @@ def test_an_edited_script_is_read_and_a_module_is_noticed(node: Node, job: Json)
     assert begin(node, 4, COMMAND, **job)["warm"]["forked"]
 
 
+def test_cold_ranks_inherit_nothing_of_a_warm_shim(node: Node, job: Json) -> None:
+    """With its lock or sockets they would stand for the shim after its death."""
+    begin(node, 1, COMMAND, **job)
+    waiting = await_standby(node)
+    (Path(job["workdir"]) / "library.py").write_text("VERSION = 2")
+    second = begin(node, 2, COMMAND, **job)
+    assert not second["warm"]["forked"]
+    assert node.pid("shim", 2) == waiting["pid"]
+    wait_for(lambda: "ran" in node.log(0, 2) and "ran" in node.log(1, 2))
+    for pid in second["pids"].values():
+        assert set(os.listdir(f"/proc/{pid}/fd")) == {"0", "1", "2"}
+
+
 @pytest.mark.long
 def test_a_module_beside_the_script_would_come_first(node: Node, job: Json) -> None:
     begin(node, 1, COMMAND, **job)

@@ -493,8 +493,12 @@ class Standby:
                 return
             handles = array.array("i")
             try:
+                # Ranks that start cold must not inherit them: they would hold the shim's lock, and
+                # accept connections in its place, for as long as they outlive it.
                 data, extra, _, _ = caller.recvmsg(
-                    _MAX_MESSAGE, socket.CMSG_SPACE(8 * handles.itemsize)
+                    _MAX_MESSAGE,
+                    socket.CMSG_SPACE(8 * handles.itemsize),
+                    socket.MSG_CMSG_CLOEXEC,
                 )
             except OSError:
                 return

@@ -63,9 +63,12 @@ def stop_all(
                 groups.update(_list_groups_below(generation))
             try:
                 _end_shim(generation)
-            except Refusal:  # the shim hangs, such as in a write: kill its ranks all the same
+            except Refusal:
+                # The shim hangs, such as in a write: kill its ranks all the same. Or it is dead,
+                # and its lock is held by what it has left: then nothing is stuck.
                 _kill_rest(job, [generation], groups, below, stuck_after)
-                raise
+                if generation.has_live_shim():
+                    raise
         _end_supervisor(generation)
         if generation.launch is not None or not recorded:
             unproven.append(generation)
