@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import itertools
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from real_node import Node, python_command, refusal, token, wait_for
+from real_node import Node, expect_done, python_command, refusal, token, wait_for
 
 from relaunch.agent.ranks import retention
-from relaunch.agent.state import JobState, try_lock
+from relaunch.agent.state import MAX_GENERATIONS, JobState, try_lock
 
 BLOCK = 64 * 1024
 LONG = 3 * BLOCK
@@ -210,3 +211,26 @@ def test_a_log_that_lives_keeps_its_newest_half_and_its_offsets(
     newest = node.order("logs", token=token(1), tail=2)
     assert newest is not None
     assert newest["chunks"][0]["data"] == "0099998\n0099999\n"
+
+
+def test_an_old_folder_that_cannot_be_removed_is_left(node: Node) -> None:
+    """A rank may leave a mount in it, or what only another user can remove."""
+    node.run(1)
+    node.stop(1)
+    kept = folder(node, "j", 1) / "kept"
+    kept.mkdir()
+    mount = ["mount", "-t", "tmpfs", "none", str(kept)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        for generation in range(2, MAX_GENERATIONS + 3):
+            expect_done(node.prepare(generation))
+        listed = expect_done(node.order("list"))["jobs"]
+        assert [job["prepared"] for job in listed] == [[1, MAX_GENERATIONS + 2]]
+        found = {one.order[1] for one in JobState(node.state, "default", "j").list_generations()}
+        assert found == {1, *range(3, MAX_GENERATIONS + 3)}
+        assert [path.name for path in folder(node, "j", 1).iterdir()] == ["kept"]
+    finally:
+        subprocess.run(["umount", str(kept)], check=True)
+    expect_done(node.prepare(MAX_GENERATIONS + 3))
+    assert not folder(node, "j", 1).exists()

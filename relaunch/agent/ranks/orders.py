@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import shutil
 import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -200,8 +199,7 @@ def _prepare_shim(
     into it once the answer was sent.
     """
     generation.make_folders()
-    for old in job.list_generations()[:-MAX_GENERATIONS]:
-        shutil.rmtree(old.path)
+    retention.remove_older(job, MAX_GENERATIONS)
     retention.make_room(job.state, job.path)
     deadline = time.monotonic() + SHIM_LOCK_TIMEOUT
     lock = try_lock(generation.path / "shim.lock")

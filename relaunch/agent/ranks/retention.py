@@ -71,6 +71,20 @@ def make_room(state: Path, own: Path) -> None:
         return
 
 
+def remove_older(job: JobState, kept: int) -> None:
+    """Remove all but the newest generations of a job, of whose older ones nothing is alive.
+
+    A launch must not fail because of them: in a folder of logs there may be a mount, or what ranks
+    have made as another user.
+    """
+    for old in job.list_generations()[:-kept]:
+        try:
+            shutil.rmtree(old.path)
+        except OSError as error:
+            shutil.rmtree(old.path, ignore_errors=True)  # as much of it as possible
+            disk.log(f"the folder of an old generation cannot be removed: {error}")
+
+
 def _has_recent_scan(state: Path) -> bool:
     try:
         return (
