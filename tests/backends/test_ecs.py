@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -1067,6 +1068,102 @@ async def test_a_machine_registered_again_is_found_with_its_tasks(
     assert [task.started_by for task in await site.backend.cluster.tasks_on(site.ids[0])] == [
         build_started_by(site.token())
     ]
+
+
+async def is_unreachable(site: Site, generation: int, match: str, **order: Any) -> None:
+    with pytest.raises(Unreachable, match=match):
+        await site.again().stop("n1", stop_order(site.token(generation), **order))
+    with pytest.raises(Unreachable, match=match):
+        await site.again().prepare("n1", prepare_order(site.token(generation + 1)))
+
+
+@pytest.mark.parametrize("is_tried", [False, True], ids=["at once", "after a stop"])
+async def test_a_task_deregistered_by_force_is_not_proven_stopped(
+    make: Callable[..., Site], aws: AwsDouble, is_tried: bool
+) -> None:
+    """Its agent has lost its memory, and an operator removes what is left of that in ECS."""
+    site = make()
+    await launch(site)
+    await until(lambda: site.tasks()[0]["lastStatus"] == "RUNNING")
+    ghost, pid = site.instance.arn, aws.pids(site.tasks()[0]["taskArn"])["trainer"]
+    new = site.instance.reregister(reboots=False)
+    await until(lambda: _registered(site, new))
+    if is_tried:  # it leaves its word on the machine, and its reason in the task
+        stuck = stop_order(site.token(), stop_grace=0.1, stuck_after=0.2)
+        assert refusal(await site.backend.stop("n1", stuck)).why == "stuck"
+    gone = {"cluster": aws.cluster, "containerInstance": ghost, "force": True}
+    await site.backend.aws.call("ecs", "DeregisterContainerInstance", **gone)
+    (task,) = site.tasks(living=False)
+    assert task["lastStatus"] == "STOPPED" and _lives(pid)
+    told = await end_of(site.backend, site.token())
+    assert (told["kind"], told["exit_code"]) == ("RankExited", None)
+    may_run = "it may be ranks, up to generation 1; stop and start i-"
+    await is_unreachable(site, 1, may_run)
+    aws.expire(task["taskArn"])  # what ECS has forgotten, the machine has not
+    await is_unreachable(site, 1, may_run)
+    await is_unreachable(site, 2, may_run)
+    # A job that was never there is not held up.
+    other = make()
+    other.ids, other.spec = site.ids, site.spec
+    assert isinstance(await other.again().stop("n1", stop_order(other.token())), StopProof)
+    await restart(site)
+    assert not _lives(pid)
+    await until(lambda: _registered(site, new))
+    assert isinstance(await site.again().stop("n1", stop_order(site.token())), StopProof)
+    assert refusal(await site.backend.prepare("n1", prepare_order(site.token()))).why == "stopped"
+    await launch(site, 2)
+
+
+async def test_a_task_deregistered_during_a_stop_is_no_proof(
+    make: Callable[..., Site], aws: AwsDouble
+) -> None:
+    site = make()
+    await launch(site)
+    await until(lambda: site.tasks()[0]["lastStatus"] == "RUNNING")
+    ghost, new = site.instance.arn, site.instance.reregister(reboots=False)
+    await until(lambda: _registered(site, new))
+    order = stop_order(site.token(), stop_grace=30.0, stuck_after=30.0)
+    stopping = asyncio.create_task(site.backend.stop("n1", order))
+    await until(lambda: site.tasks(living=False)[0]["desiredStatus"] == "STOPPED")
+    gone = {"cluster": aws.cluster, "containerInstance": ghost, "force": True}
+    await site.backend.aws.call("ecs", "DeregisterContainerInstance", **gone)
+    with pytest.raises(Unreachable, match="deregistered by force"):
+        await stopping
+
+
+async def test_a_task_of_a_forgotten_registration_ends_with_the_power(
+    make: Callable[..., Site],
+) -> None:
+    site = make()
+    await launch(site)
+    await until(lambda: site.tasks()[0]["lastStatus"] == "RUNNING")
+    new = site.instance.reregister()
+    await until(lambda: _registered(site, new))
+    stuck = stop_order(site.token(), stop_grace=0.1, stuck_after=0.2)
+    refused = refusal(await site.backend.stop("n1", stuck))
+    assert refused.why == "stuck" and refused.reason.endswith(f"stop and start {site.ids[0]}")
+    await restart(site)
+    await until(lambda: _registered(site, new))
+    assert [task["lastStatus"] for task in site.tasks(living=False)] == ["RUNNING"]
+    assert isinstance(await site.backend.stop("n1", stuck), StopProof)
+    await launch(site, 2)
+
+
+def _lives(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+async def restart(site: Site) -> None:
+    """Stop and start a machine, as a person does."""
+    began = time.time()
+    await until(lambda: time.time() > began + 2.0)  # EC2 gives whole seconds
+    for operation, state in (("StopInstances", "stopped"), ("StartInstances", "running")):
+        await site.backend.aws.call("ec2", operation, InstanceIds=[site.ids[0]])
+        await until(lambda state=state: _has_power(site, state))
+
+
+async def _has_power(site: Site, state: str) -> bool:
+    return await site.backend.cluster.ec2_state(site.ids[0]) == state
 
 
 async def _registered(site: Site, arn: str) -> Any:

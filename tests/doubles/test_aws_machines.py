@@ -211,6 +211,28 @@ def test_a_node_without_power_or_network_runs_its_tasks_for_ecs(
     assert [caller.node(one)["agentConnected"] for one in found] == [False, True]
 
 
+def test_a_forced_deregistration_stops_tasks_for_ecs_only(
+    aws: AwsDouble, caller: Caller, node: str
+) -> None:
+    instance = aws.instance(node)
+    arn = caller.run(node, register(aws, "sleep", "1000"))["tasks"][0]["taskArn"]
+    caller.until(arn, "RUNNING")
+    named = {"cluster": "training", "containerInstance": instance.arn}
+    with pytest.raises(ClientError, match="Found running tasks"):
+        caller.ecs.deregister_container_instance(**named)
+    caller.ecs.deregister_container_instance(**named, force=True)
+    task = caller.task(arn)
+    assert (task["lastStatus"], lives(aws, arn)) == ("STOPPED", True)
+    assert task["stoppedReason"] == "Container instance deregistration forced by user"
+    assert "exitCode" not in task["containers"][0]
+    assert caller.node(named["containerInstance"])["status"] == "INACTIVE"
+    assert not caller.ecs.list_container_instances(
+        cluster="training", filter=f"ec2InstanceId == {node}"
+    )["containerInstanceArns"]
+    instance.kill()
+    assert not lives(aws, arn)
+
+
 def describe_instance(caller: Caller, node: str) -> dict[str, Any]:
     return dict(
         caller.ec2.describe_instances(InstanceIds=[node])["Reservations"][0]["Instances"][0]

@@ -18,6 +18,7 @@ from relaunch.backends.ecs.aws import Aws, AwsError, Kind
 from relaunch.backends.ecs.batch import Batch
 from relaunch.backends.ecs.follow import FollowedTask, Follower
 from relaunch.backends.ecs.tasks import (
+    STOPPED,
     Definition,
     Instance,
     RunTaskFailure,
@@ -83,6 +84,7 @@ class Cluster:
         self.poll = poll
         self._instances: Batch[str, tuple[Instance, ...]] = Batch(self._ask_instances)
         self._census: Batch[str, tuple[Task, ...] | None] = Batch(self._ask_census)
+        self._orphans: Batch[str, tuple[Task, ...]] = Batch(self._ask_orphans)
         self._tasks: Batch[str, Task | None] = Batch(self.describe_tasks)
         self._machines: Batch[str, Machine] = Batch(self.describe_machines)
         self._definitions: Batch[str, Definition] = Batch(self._ask_definitions)
@@ -175,6 +177,10 @@ class Cluster:
         if found is None:
             raise UnknownInstance(ec2_id, self.name)
         return found
+
+    async def orphans(self, ec2_id: str) -> tuple[Task, ...]:
+        """Return the tasks that were orphaned on a machine within the last hour."""
+        return await self._orphans.get(ec2_id)
 
     async def task(self, arn: str) -> Task | None:
         """Return a task; None if ECS does not know it (yet or any more)."""
@@ -270,6 +276,7 @@ class Cluster:
         for batch in (
             self._instances,
             self._census,
+            self._orphans,
             self._tasks,
             self._machines,
             self._definitions,
@@ -397,6 +404,25 @@ class Cluster:
             if task is not None and task.instance_arn in lives_on:
                 found[lives_on[task.instance_arn]].append(task)
         return {ec2_id: tuple(found[ec2_id]) if ec2_id in found else None for ec2_id in ec2_ids}
+
+    async def _ask_orphans(self, ec2_ids: tuple[str, ...]) -> dict[str, tuple[Task, ...]]:
+        # No list has the instance that such a task was on, nor can stopped tasks be listed by
+        # `startedBy`.
+        arns = await self._list("ListTasks", "taskArns", desiredStatus=STOPPED)
+        described = await self.describe_tasks(arns)
+        unseen = [task for task in described.values() if task is not None and task.is_unseen]
+        instances = await self.describe_instances({task.instance_arn for task in unseen})
+        found: dict[str, list[Task]] = {ec2_id: [] for ec2_id in ec2_ids}
+        for task in unseen:
+            instance = instances[task.instance_arn]
+            # The reason may be that of an earlier order to stop it.
+            if (
+                instance is not None
+                and instance.ec2_id in found
+                and (instance.status == "INACTIVE" or task.is_deregistered)
+            ):
+                found[instance.ec2_id].append(task)
+        return {ec2_id: tuple(tasks) for ec2_id, tasks in found.items()}
 
     async def _ask_definitions(self, names: tuple[str, ...]) -> dict[str, Definition]:
         answers = await _all(

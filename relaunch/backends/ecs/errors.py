@@ -59,7 +59,7 @@ def refuse_unfit(node: str, fleet: str, instance: Instance) -> Refusal | None:
 def refuse_forbidden(node: str, set_: Fence | None, token: Token) -> Refusal | None:
     if set_ is None or set_.highest < fence.key(token):
         return None
-    if set_.state == "stopped":
+    if set_.state != "prepared":
         return Refusal(
             node,
             "stopped",

@@ -20,14 +20,18 @@ MOST_JOBS = 7
 relaunch's repairs and for users.
 """
 _JOB = re.compile(r"relaunch\.[0-9a-f]{16}")
-_VALUE = re.compile(r"(prepared|stopped)\.(\d+)\.(\d+)")
+_VALUE = re.compile(r"(?:(prepared|stopped)|(orphaned))\.(\d+)\.(\d+)(?(2)\.(\d+))")
 
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    state: Literal["prepared", "stopped"]
+    state: Literal["prepared", "stopped", "orphaned"]
+    """Orphaned: stopped, but a task of this generation, or of one before it, may run on the machine
+    and ECS does not see it."""
     submission: int
     generation: int
+    since: int = 0
+    """Of an orphaned one, Unix seconds: what started later than this has ended it."""
 
     @classmethod
     def from_token(cls, token: Token, state: Literal["prepared", "stopped"]) -> Self:
@@ -37,17 +41,17 @@ class Fence:
     def read(cls, value: str | None) -> Self | None:
         """Parse an attribute; None if it is missing or was not written by relaunch."""
         match = _VALUE.fullmatch(value or "")
-        return (
-            None
-            if match is None
-            else cls(
-                "prepared" if match[1] == "prepared" else "stopped", int(match[2]), int(match[3])
-            )
-        )
+        if match is None:
+            return None
+        numbers = int(match[3]), int(match[4])
+        if match[2]:
+            return cls("orphaned", *numbers, int(match[5]))
+        return cls("prepared" if match[1] == "prepared" else "stopped", *numbers)
 
     def __str__(self) -> str:
         # Starts with a letter, so that the cluster query language cannot parse it as a number.
-        return f"{self.state}.{self.submission}.{self.generation}"
+        text = f"{self.state}.{self.submission}.{self.generation}"
+        return f"{text}.{self.since}" if self.state == "orphaned" else text
 
     @property
     def highest(self) -> tuple[int, int]:
@@ -69,7 +73,7 @@ def find_removable(
 ) -> tuple[str, ...]:
     """Return the attributes of other jobs to remove before `attribute` can be set, oldest first.
 
-    Only jobs without tasks on the instance are considered.
+    Only jobs without tasks on the instance are considered, as far as is known.
 
     Args:
         attributes: Attributes of the container instance.
@@ -78,13 +82,18 @@ def find_removable(
     """
     jobs = [name for name in attributes if _JOB.fullmatch(name) and name != attribute]
     excess = len(jobs) + 1 - MOST_JOBS
-    kept = set(living)
+    kept = {*living, *(name for name in jobs if _is_orphaned(attributes[name]))}
     # Stopped generations go first: ranks of a generation that is only prepared may still be
     # started.
     oldest = sorted(
         (name for name in jobs if name not in kept), key=lambda name: _age(attributes[name])
     )
     return tuple(oldest[: max(0, excess)])
+
+
+def _is_orphaned(value: str) -> bool:
+    fence = Fence.read(value)
+    return fence is not None and fence.state == "orphaned"
 
 
 def _age(value: str) -> tuple[bool, tuple[int, int]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -111,6 +112,7 @@ class Launcher:
         set_ = Fence.read(instance.attributes.get(attribute))
         if (refused := refuse_forbidden(node, set_, token)) is not None:
             return refused
+        await self._check_orphans(node, ec2_id, instance, token, set_)
         await self._learn_address(node, ec2_id)
         if set_ != Fence.from_token(token, "prepared"):
             await self._put(instance, ec2_id, attribute, Fence.from_token(token, "prepared"))
@@ -323,16 +325,60 @@ class Launcher:
         token, attribute = order.token, job_attribute(order.token.namespace, order.token.job)
         instance = await self._cluster.instance(ec2_id)
         before = Fence.read(instance.attributes.get(attribute))
+        # What is prepared on this container instance was not started on one before it.
+        if before is None or before.state != "prepared" or before.highest < fence.key(token):
+            await self._check_orphans(node, ec2_id, instance, token, before)
         if (
             before is None
             or before.highest < fence.key(token)
             or before == Fence.from_token(token, "prepared")
+            or before.state == "orphaned"
         ):
             await self._put(instance, ec2_id, attribute, Fence.from_token(token, "stopped"))
         own = await self._own(ec2_id, token, before or Fence.from_token(token, "prepared"))
         living = [task for task in own if not task.stopped and _key(task) <= fence.key(token)]
         refused = await self._end(node, ec2_id, living, order.stop_grace + order.stuck_after)
         return StopProof(node) if refused is None else refused
+
+    async def _check_orphans(
+        self, node: str, ec2_id: str, instance: Instance, token: Token, before: Fence | None
+    ) -> None:
+        """Check that no task of a job runs on a machine unseen by ECS.
+
+        ECS calls a task stopped once its container instance is deregistered by force, and says
+        nothing of it to the container instance that the machine registers after that. It tells of
+        such a task for an hour: after that the fence remembers it.
+
+        Args:
+            node: The node.
+            ec2_id: Id of the EC2 instance.
+            instance: The container instance that it has now.
+            token: Token of the job.
+            before: Fence that was set until now.
+
+        Raises:
+            Unreachable: One may run, because the machine has not been started since.
+        """
+        known = before if before is not None and before.state == "orphaned" else None
+        if known is None:
+            lost = [task for task in await self._cluster.orphans(ec2_id) if _is_of(task, token)]
+            if not lost:
+                return
+            since = max(task.started_at or task.stopped_at or 0.0 for task in lost)
+            highest = [] if before is None else [before.highest]
+            known = Fence("orphaned", *max([*highest, *map(_key, lost)]), math.ceil(since))
+        machine = await self._cluster.machine(ec2_id)
+        if machine.state in GONE or (machine.launched_at or 0.0) > known.since:
+            return
+        if known != before:
+            attribute = job_attribute(token.namespace, token.job)
+            await self._put(instance, ec2_id, attribute, known)
+        raise Unreachable(
+            node,
+            f"a container instance of {ec2_id} was deregistered by force: ECS does not see any more"
+            f" what ran on it, and it may be ranks, up to generation {known.generation}; stop and"
+            f" start {ec2_id}, or declare it dead",
+        )
 
     async def _own(self, ec2_id: str, token: Token, before: Fence | None) -> list[Task]:
         """Return the tasks of a job on a machine, with those stopped within the last hour.
@@ -348,7 +394,7 @@ class Launcher:
         own = [task for task in await self._cluster.census(ec2_id) if _is_of(task, token)]
         if (
             before is None
-            or before.state == "stopped"
+            or before.state != "prepared"
             or any(_key(task) == before.highest for task in own)
         ):
             return own
@@ -375,9 +421,10 @@ class Launcher:
         """Stop tasks and wait until they have stopped; return a refusal if ECS cannot stop them.
 
         Raises:
-            Unreachable: Some have not stopped in time, and the ECS agent is not connected.
+            Unreachable: Some have not stopped in time, and the ECS agent is not connected. Or ECS
+                stopped counting them while they may run.
         """
-        living = list(tasks)
+        living = await self._leave_out_ended(ec2_id, tasks)
         if not living:
             return None
         for task in living:
@@ -385,7 +432,7 @@ class Launcher:
             if task.desired_status != "STOPPED" and token is not None:
                 await self._cluster.stop(task.arn, stop_reason(token))
         try:
-            await self._cluster.wait_stopped([task.arn for task in living], within)
+            ended = await self._cluster.wait_stopped([task.arn for task in living], within)
         except TimeoutError:
             machine = await self._cluster.machine(ec2_id)
             if machine.state in GONE:
@@ -399,12 +446,37 @@ class Launcher:
                     node, f"{ec2_id} is {_describe_state(machine)}, {reason}"
                 ) from None
             names = ", ".join(task.short for task in living[:4])
+            needs = f"{node} needs a reboot"
+            if any(task.instance_arn != instance.arn for task in living):
+                needs = f"the ECS agent of {ec2_id} has forgotten it; stop and start {ec2_id}"
             return Refusal(
-                node,
-                "stuck",
-                f"ECS could not stop task {names} within {within:g} s: {node} needs a reboot",
+                node, "stuck", f"ECS could not stop task {names} within {within:g} s: {needs}"
             )
+        for end in ended.values():
+            if end is not None and end.is_unseen and (of := token_of(end.started_by)):
+                instance = await self._cluster.instance(ec2_id)
+                await self._check_orphans(node, ec2_id, instance, of, None)
         return None
+
+    async def _leave_out_ended(self, ec2_id: str, tasks: Iterable[Task]) -> list[Task]:
+        """Return tasks without those that ended with the power of the machine.
+
+        ECS never learns that they have ended, if the machine's agent has registered it again.
+        """
+        living = list(tasks)
+        if not living:
+            return []
+        instance = await self._cluster.instance(ec2_id, max_age=JUST_NOW)
+        if all(task.instance_arn == instance.arn for task in living):
+            return living
+        launched_at = (await self._cluster.machine(ec2_id)).launched_at or 0.0
+        return [
+            task
+            for task in living
+            if task.instance_arn == instance.arn
+            or task.started_at is None
+            or task.started_at >= launched_at
+        ]
 
 
 def stamp(token: Token, node: str) -> float:

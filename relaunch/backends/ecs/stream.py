@@ -281,7 +281,8 @@ class EndedStream:
 def ending(task: Task) -> dict[str, Any]:
     """Return how a task ended, as an observation without its sequence number."""
     ours = is_ours(task.stopped_reason)
-    if task.stop_code == USER and not ours and not task.stopped_reason.startswith("Host EC2"):
+    is_machine = task.stopped_reason.startswith("Host EC2") or task.is_deregistered
+    if task.stop_code == USER and not ours and not is_machine:
         said = f": {task.stopped_reason}" if task.stopped_reason else ""
         return {
             "kind": "StoppedByUser",

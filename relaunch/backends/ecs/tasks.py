@@ -20,6 +20,8 @@ LONGEST_STARTED_BY = 128
 """Characters of `startedBy` in RunTask; StartTask allows 36."""
 LONGEST_OVERRIDES = 8192
 """Characters of a RunTask's overrides (ECS API Reference, TaskOverride)."""
+_DEREGISTERED = re.compile(r"(?i)deregist")
+"""The reason that ECS gives: `Container instance deregistration forced by user`."""
 QUARANTINE = "relaunch.quarantine"
 """A container instance that has this attribute takes no ranks."""
 
@@ -64,6 +66,27 @@ class Task:
     @property
     def stopped(self) -> bool:
         return self.last_status == STOPPED
+
+    @property
+    def is_deregistered(self) -> bool:
+        """Return whether ECS calls it stopped because its instance was deregistered by force."""
+        return self.stopped and _DEREGISTERED.search(self.stopped_reason) is not None
+
+    @property
+    def is_unseen(self) -> bool:
+        """Return whether ECS calls it stopped, and no agent has seen its ranks end.
+
+        If its container instance was deregistered by force, they may run on: "these tasks remain
+        running until you terminate the instance or the tasks stop through some other means, but
+        they're orphaned (no longer monitored or accounted for by Amazon ECS)" (API reference,
+        DeregisterContainerInstance).
+        """
+        own = [one for one in self.containers if one.name == self.trainer] or self.containers
+        return (
+            self.stopped
+            and self.stop_code != "TaskFailedToStart"
+            and all(one.exit_code is None for one in own)
+        )
 
     @property
     def short(self) -> str:

@@ -66,14 +66,17 @@ class Instance:
         with self._aws.lock:
             self.machine.returns = returns
 
-    def reregister(self) -> str:
+    def reregister(self, *, reboots: bool = True) -> str:
         """The agent lost its memory: another ARN for the same machine.
 
-        The old one stays, disconnected, its tasks as they were.
+        The old one stays, disconnected, its tasks as they were. Unless the machine reboots, what
+        runs in them runs on.
         """
         with self._aws.lock:
             old = self.machine.registered
-            self.machine.lose_power()
+            if reboots:
+                self.machine.lose_power()
+            self.machine.connect(False)
             self.machine.registration = self._aws.new_registration(old.cluster, self.machine)
             self._aws.changed(self.machine.registration)
             return self.machine.registration.arn

@@ -71,6 +71,29 @@ class Ecs(ContainerInstances):
             copy: dict[str, Any] = json.loads(json.dumps(answer))
             return copy
 
+    def deregister_container_instance(self, request: Request) -> dict[str, Any]:
+        """What runs on it runs on, and ECS calls it stopped.
+
+        With `force`, "these tasks remain running until you terminate the instance or the tasks stop
+        through some other means, but they're orphaned (no longer monitored or accounted for by
+        Amazon ECS)" (API_DeregisterContainerInstance). "If you force the deregistration of a
+        container instance with running tasks, then the tasks are given this stopped reason"
+        (developer guide, stopped tasks error messages). Chosen here: the stop code, and that a task
+        which was to stop before keeps the reason of that.
+        """
+        cluster = self.cluster_of(request)
+        instance = self.instance_of(cluster, request["containerInstance"])
+        if instance is None or instance.status == "INACTIVE":
+            raise invalid("The specified container instance was not found.")
+        if instance.tasks() and not request.get("force"):
+            raise invalid("Found running tasks on the instance.")
+        for task in instance.tasks():
+            instance.machine.orphan(task)
+        instance.status, instance.agent_connected = "INACTIVE", False
+        instance.version += 1
+        self.changed(instance)
+        return {"containerInstance": instance.describe()}
+
     # Definitions.
 
     def register_task_definition(self, request: Request) -> dict[str, Any]:
@@ -344,6 +367,7 @@ OPERATIONS = frozenset(
         "StopTask",
         "DescribeTasks",
         "ListTasks",
+        "DeregisterContainerInstance",
         "ListContainerInstances",
         "DescribeContainerInstances",
         "UpdateContainerInstancesState",

@@ -241,6 +241,14 @@ class Machine:
         self.registered.version += 1
         self.node.changed(self.registered)
 
+    def orphan(self, task: Task) -> None:
+        """ECS forgets a task, whose processes run on."""
+        self.end(task, "UserInitiated", "Container instance deregistration forced by user")
+        task.last_status, task.stopped_at = "STOPPED", self.node.clockwork.now()
+        for container in task.containers:
+            container.last_status = "STOPPED"
+        self._changed(task)
+
     def _changed(self, task: Task) -> None:
         task.version += 1
         self.node.changed(task)
@@ -264,7 +272,9 @@ class Machine:
 
     def lose_power(self) -> None:
         self._life += 1
-        for task in self.registration.tasks() if self.registration else []:
+        for task in self.registration.cluster.tasks.values() if self.registration else []:
+            if task.instance.machine is not self:
+                continue
             for container in task.containers:
                 if container.process is not None and not container.process.ended:
                     container.process.lose_power()
