@@ -517,6 +517,24 @@ async def test_a_machine_without_container_instance_is_unreachable(
     await backend.close()
 
 
+async def test_a_machine_unknown_to_ec2_ended_only_if_others_are_known(
+    make: Callable[..., Site],
+) -> None:
+    """With credentials of another account, EC2 and a cluster of that name know nothing of it."""
+    site = make()
+    forgotten = [{"name": name, "address": f"i-{name * 9}"} for name in ("a", "b")]
+    (known,) = [{"name": node.name, "address": node.address} for node in site.spec.nodes]
+    for nodes, is_proof in ((forgotten, False), ([*forgotten, known], True)):
+        spec = FleetSpec.model_validate({"name": "ecs", "backend": "ecs", "nodes": nodes})
+        backend = EcsBackend(spec, EcsOptions(cluster=site.aws.cluster, task_definition="train"))
+        if is_proof:
+            assert isinstance(await backend.stop("a", stop_order(site.token())), StopProof)
+        else:
+            with pytest.raises(Unreachable, match="EC2 knows no machine of the fleet"):
+                await backend.stop("a", stop_order(site.token()))
+        await backend.close()
+
+
 async def test_a_node_that_left_the_fleet_file_is_unreachable(make: Callable[..., Site]) -> None:
     site = make()
     for call in (

@@ -83,7 +83,8 @@ class EcsBackend:
         self._settles = settles
         self.aws = Aws(options.region)
         self.cluster = Cluster(self.aws, options.cluster, options.poll.total_seconds())
-        self._launcher = Launcher(spec.name, self.cluster, options, settles)
+        machines = [node.address for node in spec.nodes]
+        self._launcher = Launcher(spec.name, self.cluster, options, settles, machines)
         self._logs = RankLogs(self.cluster)
         self.repairs = Repairs(self.cluster, self.aws, options)
         self._agents = Agents(options.agent_key, self._address)

@@ -94,6 +94,8 @@ class Cluster:
         """ARN of the container instance of each task, from the newest list of the whole cluster."""
         self._defined: dict[str, tuple[Definition, float]] = {}
         self._silent: dict[str, float] = {}
+        self._described: set[str] = set()
+        """EC2 ids that EC2 has known."""
         self._follower = Follower(self, poll)
 
     # --- instances
@@ -130,6 +132,15 @@ class Cluster:
 
     async def machine(self, ec2_id: str) -> Machine:
         return await self._machines.get(ec2_id)
+
+    async def sees_any(self, ec2_ids: Sequence[str]) -> bool:
+        """Return whether EC2 knows, or has known, one of these instances.
+
+        If it knows none, this worker may have credentials of another account, or another region.
+        """
+        if not self._described.isdisjoint(ec2_ids):
+            return True
+        return any(one.state for one in (await self.describe_machines(ec2_ids)).values())
 
     async def ec2_state(self, ec2_id: str) -> str:
         """Return the EC2 state of an instance; empty if EC2 does not know the instance."""
@@ -341,6 +352,7 @@ class Cluster:
                 for reservation in answer.get("Reservations") or ():
                     for one in reservation.get("Instances") or ():
                         state = str((one.get("State") or {}).get("Name") or "")
+                        self._described.add(str(one["InstanceId"]))
                         found[str(one["InstanceId"])] = Machine(
                             state,
                             str(one.get("PrivateIpAddress") or ""),

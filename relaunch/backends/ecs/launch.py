@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -70,9 +70,16 @@ class Launcher:
     """Launcher for all nodes of one fleet."""
 
     def __init__(
-        self, fleet: str, cluster: Cluster, options: EcsOptions, settles: float = SETTLES
+        self,
+        fleet: str,
+        cluster: Cluster,
+        options: EcsOptions,
+        settles: float = SETTLES,
+        machines: Sequence[str] = (),
     ) -> None:
+        """Create a launcher. `machines` are the EC2 ids of the fleet."""
         self._fleet = fleet
+        self._machines = machines
         self._cluster = cluster
         self._options = options
         self._settles = settles
@@ -406,10 +413,18 @@ class Launcher:
     ) -> StopProof:
         try:
             machine = await self._cluster.machine(ec2_id)
+            # EC2 forgets an instance about an hour after it was terminated.
+            is_forgotten = not machine.state and await self._cluster.sees_any(self._machines)
         except AwsError as failed:
             raise Unreachable(node, failed.reason) from failed
-        if machine.state in GONE or not machine.state:
+        if machine.state in GONE or is_forgotten:
             return StopProof(node)
+        if not machine.state:
+            raise Unreachable(
+                node,
+                f"{error.reason}, and EC2 knows no machine of the fleet: this worker may have "
+                "credentials of another account, or another region",
+            ) from error
         raise Unreachable(
             node,
             f"{error.reason}, and it is {_describe_state(machine)}: what runs there cannot be seen",
