@@ -154,7 +154,7 @@ def _write_repairs(node: Path) -> None:
     resets.record_reset(node, "repair/default/n1/3", ["00000000:17:00.0"])
     port = {name: name for name in links.NAMES}
     ports = [{**port, "state": "ACTIVE", "rate": 400.0, "counters": {"link_downed": 2}}]
-    links._save_record(node, links._update_record({}, ports, "a boot", now()))
+    links._save_record(node, links._update_record({}, ports, "a boot", now(), True))
 
 
 def _skip_sockets(folder: str, names: list[str]) -> list[str]:

@@ -154,7 +154,7 @@ async def play_fleet(stage: Stage) -> None:
         await jobs[0].until_phase(Phase.RUNNING, 2)
         await jobs[1].until_phase(Phase.RUNNING)
         await stage.keep_heartbeats(name, jobs[0])
-        await stage.ask(name, rig_.fleet, "state", "next", "counts")
+        await stage.ask(name, rig_.fleet, "state", "next", "counts", "takes_proofs")
         moved = (await jobs[1].state()).slots[0].node
         by: dict[str, str] = {"reason": "a fan", "by": "grace"}
         drained = {"node": moved, "drain": True, "within": "2h", **by}
@@ -209,7 +209,7 @@ async def play_repair(stage: Stage) -> None:
         job = await rig_.submit(policy(extends="ecs-reboot-once"), name=name)
         await job.until(lambda s: s.phase is Phase.REPAIRING and "?" in s.next.what, "asked")
         repair = rig_.client.get_workflow_handle(f"repair/{name}/n2")
-        await stage.ask(name, repair, "state", "next", "escalation")
+        await stage.ask(name, repair, "state", "next", "escalation", "takes_proofs")
         for number in range(8):  # it continues as new, and follows its repair
             await job.handle.signal("report", {"node": "n9", "reason": f"number {number}"})
             await asyncio.sleep(0.05)
