@@ -30,6 +30,7 @@ from relaunch.backends.ecs import batch as batch_module
 from relaunch.backends.ecs import cluster as cluster_module
 from relaunch.backends.ecs import follow as follow_module
 from relaunch.backends.ecs import stream as stream_module
+from relaunch.backends.ecs.aws import Aws
 from relaunch.backends.ecs.backend import EcsBackend
 from relaunch.backends.ecs.launch import stamp
 from relaunch.backends.ecs.stream import ECS_SEQ, STALE_POLLS
@@ -1130,6 +1131,61 @@ async def test_a_task_deregistered_by_force_is_not_proven_stopped(
     assert isinstance(await site.again().stop("n1", stop_order(site.token())), StopProof)
     assert refusal(await site.backend.prepare("n1", prepare_order(site.token()))).why == "stopped"
     await launch(site, 2)
+
+
+async def test_a_stopped_task_on_fargate_keeps_no_job_from_a_node(
+    make: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service was scaled in before its task had started: it has no container instance."""
+    site = make()
+    arn = "arn:aws:ecs:eu-central-1:123456789012:task/training/0123456789abcdef0123456789abcdef"
+    foreign = {
+        "taskArn": arn,
+        "startedBy": "ecs-svc/1234567890",
+        "launchType": "FARGATE",
+        "lastStatus": "STOPPED",
+        "desiredStatus": "STOPPED",
+        "stopCode": "ServiceSchedulerInitiated",
+        "containers": [{"name": "web"}],
+    }
+    call = Aws.call
+
+    async def call_with_foreign(
+        self: Aws, service: str, operation: str, **request: Any
+    ) -> dict[str, Any]:
+        if operation == "DescribeTasks" and arn in request["tasks"]:
+            others = [one for one in request["tasks"] if one != arn]
+            known = (
+                await call(self, service, operation, **{**request, "tasks": others})
+                if others
+                else {}
+            )
+            return {**known, "tasks": [*known.get("tasks", ()), foreign]}
+        answer = await call(self, service, operation, **request)
+        if operation == "ListTasks" and request.get("desiredStatus") == "STOPPED":
+            answer = {**answer, "taskArns": [*answer["taskArns"], arn]}
+        return answer
+
+    monkeypatch.setattr(Aws, "call", call_with_foreign)
+    await launch(site)
+    assert isinstance(await site.again().stop("n1", stop_order(site.token())), StopProof)
+
+
+async def test_a_generation_that_was_only_prepared_hides_no_orphan(
+    make: Callable[..., Site], aws: AwsDouble
+) -> None:
+    site = make()
+    await launch(site)
+    await until(lambda: site.tasks()[0]["lastStatus"] == "RUNNING")
+    ghost, new = site.instance.arn, site.instance.reregister(reboots=False)
+    await until(lambda: _registered(site, new))
+    # It writes that it has prepared, and finds then that the older generation does not end.
+    stuck = prepare_order(site.token(2), stop_grace=0.1, stuck_after=0.2)
+    assert refusal(await site.backend.prepare("n1", stuck)).why == "stuck"
+    gone = {"cluster": aws.cluster, "containerInstance": ghost, "force": True}
+    await site.backend.aws.call("ecs", "DeregisterContainerInstance", **gone)
+    with pytest.raises(Unreachable, match="deregistered by force"):
+        await site.again().stop("n1", stop_order(site.token(2)))
 
 
 async def test_a_task_deregistered_during_a_stop_is_no_proof(

@@ -27,6 +27,7 @@ from relaunch.backends.ecs.tasks import (
     read_instance,
     read_task,
     seconds,
+    token_of,
 )
 
 AT_ONCE = 100
@@ -422,7 +423,16 @@ class Cluster:
         # `startedBy`.
         arns = await self._list("ListTasks", "taskArns", desiredStatus=STOPPED)
         described = await self.describe_tasks(arns)
-        unseen = [task for task in described.values() if task is not None and task.is_unseen]
+        # Tasks on Fargate, and those that were never placed, have no container instance to ask for.
+        # Those of others are none of a job.
+        unseen = [
+            task
+            for task in described.values()
+            if task is not None
+            and task.is_unseen
+            and task.instance_arn
+            and token_of(task.started_by) is not None
+        ]
         instances = await self.describe_instances({task.instance_arn for task in unseen})
         found: dict[str, list[Task]] = {ec2_id: [] for ec2_id in ec2_ids}
         for task in unseen:

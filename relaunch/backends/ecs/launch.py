@@ -343,6 +343,9 @@ class Launcher:
         ):
             await self._put(instance, ec2_id, attribute, Fence.from_token(token, "stopped"))
         own = await self._own(ec2_id, token, before or Fence.from_token(token, "prepared"))
+        if before is not None and not any(_key(task) == before.highest for task in own):
+            # It was only prepared here, so nothing shows that the ranks before it have ended.
+            await self._check_orphans(node, ec2_id, instance, token, before)
         living = [task for task in own if not task.stopped and _key(task) <= fence.key(token)]
         refused = await self._end(node, ec2_id, living, order.stop_grace + order.stuck_after)
         return StopProof(node) if refused is None else refused
@@ -384,7 +387,7 @@ class Launcher:
             node,
             f"a container instance of {ec2_id} was deregistered by force: ECS does not see any more"
             f" what ran on it, and it may be ranks, up to generation {known.generation}; stop and"
-            f" start {ec2_id}, or declare it dead",
+            f" start {ec2_id}",
         )
 
     async def _own(self, ec2_id: str, token: Token, before: Fence | None) -> list[Task]:

@@ -73,6 +73,8 @@ class ContainerInstances:
             raise invalid("Container instance cannot be empty.")
         if len(names) > 100:
             raise invalid("Container instances cannot have more than 100 elements.")
+        if "" in names:  # as https://github.com/nextflow-io/nextflow/issues/1658 shows it
+            raise invalid("Container instance can not be blank.")
         health = "CONTAINER_INSTANCE_HEALTH" in request.get("include", [])
         return self._of_instances(request, names, lambda one: one.describe(health))
 
