@@ -143,7 +143,7 @@ async def test_a_repeated_call_waits_for_the_task_that_pulls_its_image(
 ) -> None:
     site = make()
     monkeypatch.setattr(node_tasks_module, "PLACEMENT_TIMEOUT", 0.3)
-    scripted(site, {"outcome": "done", "boot_id": "b1", "jobs": [], "reboots": []}, after=0.7)
+    scripted(site, {"outcome": "done", "boot_id": "b1", "jobs": [], "reboots": []}, after=5.0)
     with pytest.raises(Unreachable, match="has not ended in time"):
         await site.tasks.probe(site.ec2_id, "n1", 0.2, None)
     monkeypatch.setattr(node_tasks_module, "PLACEMENT_TIMEOUT", 20.0)
