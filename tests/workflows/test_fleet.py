@@ -353,6 +353,34 @@ async def test_a_fleet_that_repaired_despite_a_release_is_replayed(
             await rig.end_fleet()
 
 
+async def test_a_fleet_that_was_taken_over_heeds_releases(
+    make_uncached_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each task is replayed from the beginning, also what 0.1.0 did, which had no patches."""
+
+    async def release(node: str) -> NodeRecord:
+        await rig.tell_fleet("release", {"node": node, "reason": "reseated", "by": "grace"})
+        said = f"grace released {node}: reseated"
+        state = await until_fleet(
+            rig, lambda state: any(said in one for one in state.notices), f"release of {node}"
+        )
+        return find(state, node)
+
+    async with make(make_uncached_rig, nodes=4, gpus=1, is_patched=True) as rig:
+        with monkeypatch.context() as patch:
+            patch.setattr(workflow, "patched", lambda *_, **__: False)
+            await rig.tell_fleet("apply")
+            await until_fleet(rig, lambda state: state.is_probed, "probes")
+            assert (await release("n1")).released_at is None
+            assert (await release("n2")).released_at is None
+        for node in ("n3", "n4"):
+            released = await release(node)
+            assert released.released_at is not None
+            assert released.released_at == released.cleared_at
+        assert find(await fleet_state(rig), "n1").released_at is None
+        await rig.end_fleet()
+
+
 @pytest.mark.long
 async def test_within_the_cool_down_a_node_gets_the_next_repair(
     make_rig: MakeRig,

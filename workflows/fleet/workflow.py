@@ -80,6 +80,7 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.workflows.fleet.details import fleet_details
     from relaunch.workflows.fleet.notices import list_notices, resolve_notice
     from relaunch.workflows.notifier.tell import tell_people
+    from relaunch.workflows.patches import RepeatedPatch
     from relaunch.workflows.updates import read_signed_message
 
 CHECK_WHILE_WAITED_FOR = timedelta(seconds=10)
@@ -110,6 +111,7 @@ class Fleet:
             start = FleetInput(start.name)  # a person who starts one by hand brings no rules along
         self._state = start.resume or FleetState(name=start.name)
         self._scheduler = Scheduler()
+        self._clearings = RepeatedPatch("cleared-nodes")
         self._inbox: list[FleetEvent] = list(start.inbox)
         self._early: list[FleetEvent] = []
         """Facts that arrived before the fleet file was read: they may be about nodes that are not
@@ -266,7 +268,7 @@ class Fleet:
         was, node = find_node(before, name), find_node(self._state, name)
         if was is None or node is None or node.cleared_at == was.cleared_at:
             return
-        if not workflow.patched("cleared-nodes"):
+        if not self._clearings.is_reached():
             as_before = replace(node, cleared_at=was.cleared_at, released_at=was.released_at)
             self._state = put_node(self._state, as_before)
 

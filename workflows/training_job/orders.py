@@ -19,12 +19,12 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.activities.access import AccessActivities, CheckOrderInput
     from relaunch.messages.jobs import OrdersCarried
     from relaunch.text import escape_markdown
+    from relaunch.workflows.patches import RepeatedPatch
     from relaunch.workflows.training_job.commands import KEEP_TRYING
     from relaunch.workflows.training_job.session import Session
 
 ORDERS_PATCH = "check-orders"
-"""Marks where the first order of a run is checked before it is taken; a number is added to it for
-each order before that one that 0.1.0 took unchecked."""
+"""Marks where the first order of a run is checked before it is taken: 0.1.0 took each unchecked."""
 CHECK_TIMEOUT = timedelta(seconds=10)
 """Of one attempt; the worker computes for a millisecond."""
 MAX_OUTCOMES = 20
@@ -52,26 +52,15 @@ class Orders:
         """Orders are taken in the sequence in which they came."""
         self.outcomes: list[OrderOutcome] = []
         self._count = 0
-        self._unchecked = 0
-        """Orders of this run that release 0.1.0 took."""
-        self._is_checking = False
+        self._checks = RepeatedPatch(ORDERS_PATCH)
 
     @property
     def carried(self) -> OrdersCarried:
         return OrdersCarried(self._used)
 
     def has_to_check(self) -> bool:
-        """Return whether the order that has just come is checked. It is asked once for each.
-
-        The SDK keeps for the whole run what it answered first for a patch. With one for all orders,
-        a job that was taken over in its run would take every later one unchecked, too: the order of
-        0.1.0 that is replayed has none. So there is another patch after each of those.
-        """
-        if not self._is_checking:
-            number = f"-{self._unchecked}" if self._unchecked else ""
-            self._is_checking = workflow.patched(ORDERS_PATCH + number)
-            self._unchecked += not self._is_checking
-        return self._is_checking
+        """Return whether the order that has just come is checked. It is asked once for each."""
+        return self._checks.is_reached()
 
     async def check(self, name: str, order: PersonOrder) -> OrderVerdict:
         """Return whether the caller may give the order."""
