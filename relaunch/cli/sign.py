@@ -14,6 +14,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from temporalio.api.sdk.v1 import WorkflowMetadata
 from temporalio.client import Client, WorkflowExecutionDescription, WorkflowQueryFailedError
 from temporalio.service import RPCError, RPCStatusCode
 
@@ -26,7 +27,10 @@ RELEASE = re.compile(r"(\d+)\.(\d+)\.\d+(\.dev\d+\+[0-9a-f]+)?")
 """A build that is named by what it is: a release, or a checkout of one under way."""
 FIRST_SIGNED = (0, 2)
 """The first release whose workflows take a proof. Those before it refuse an order that has one."""
-ASK_TIMEOUT = timedelta(seconds=2)
+METADATA_QUERY = "__temporal_workflow_metadata"
+"""Which each workflow has by the SDK; its answer lists the others."""
+ASK_TIMEOUT = timedelta(seconds=5)
+"""Long enough for a busy worker: an older one that is taken for none refuses the order."""
 
 
 async def sign_message(
@@ -68,26 +72,29 @@ async def sign_message(
 
 
 async def _takes_proofs(client: Client, described: WorkflowExecutionDescription) -> bool:
-    """Return whether the build that works for a workflow takes orders that are signed.
+    """Return whether the build that gets an order to a workflow takes one that is signed.
 
-    For a build that is not named by its release (`RELAUNCH_BUILD`), or not known, the queries that
-    the workflow has say so. Where nothing answers it does.
+    A release that does is known by its name. Any other is asked which queries the workflow has:
+    while a release without signatures is upgraded in place, the workflow is described as that
+    release's, but the order waits for the next one, which may have to check it. An older release
+    that works for it answers, so where nothing does the order is signed.
     """
     versioning = described.raw_description.workflow_execution_info.versioning_info
     # While another build takes it over, that build gets the order.
     moving, has = versioning.version_transition, versioning.deployment_version
     named = RELEASE.fullmatch(moving.deployment_version.build_id or has.build_id)
-    if named is not None:
-        return (int(named[1]), int(named[2])) >= FIRST_SIGNED
+    if named is not None and (int(named[1]), int(named[2])) >= FIRST_SIGNED:
+        return True
     handle = client.get_workflow_handle(described.id)
-    query = "orders" if described.workflow_type == "TrainingJob" else "takes_proofs"
     try:
-        await handle.query(query, rpc_timeout=ASK_TIMEOUT)
-    except WorkflowQueryFailedError:
-        return False  # it has no such query
-    except RPCError:
-        pass
-    return True
+        # Not by an error of a query that it lacks: with encryption, errors are not readable.
+        known = await handle.query(
+            METADATA_QUERY, result_type=WorkflowMetadata, rpc_timeout=ASK_TIMEOUT
+        )
+    except (RPCError, WorkflowQueryFailedError):
+        return True
+    query = "orders" if described.workflow_type == "TrainingJob" else "takes_proofs"
+    return any(one.name == query for one in known.definition.query_definitions)
 
 
 async def sign_start(

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from temporalio.api.deployment.v1 import WorkerDeploymentVersion
+from temporalio.api.sdk.v1 import (
+    WorkflowDefinition,
+    WorkflowInteractionDefinition,
+    WorkflowMetadata,
+)
 from temporalio.api.workflow.v1 import (
     DeploymentVersionTransition,
     WorkflowExecutionInfo,
@@ -19,14 +24,16 @@ from temporalio.api.workflow.v1 import (
 from temporalio.client import Client, WorkflowQueryFailedError
 from temporalio.service import RPCError, RPCStatusCode
 
-from relaunch.cli.sign import sign_message
+from relaunch.cli.sign import METADATA_QUERY, sign_message
 from tests.access.keys import make_key
 
 pytestmark = pytest.mark.skipif(
     shutil.which("ssh-keygen") is None, reason="ssh-keygen is not installed"
 )
 SILENT = RPCError("no worker answers", RPCStatusCode.DEADLINE_EXCEEDED, b"")
-UNKNOWN = WorkflowQueryFailedError("Query handler expected but not found")
+FAILS = WorkflowQueryFailedError("[TMPRL1100] Nondeterminism error")
+OLD = ("__temporal_workflow_metadata", "next", "state")
+NEW = (*OLD, "orders", "takes_proofs")
 
 
 @dataclass
@@ -36,7 +43,8 @@ class Receiver:
     build: str
     type: str = "TrainingJob"
     moves_to: str = ""
-    answers: Mapping[str, Any] = field(default_factory=dict)
+    queries: Sequence[str] | Exception = SILENT
+    """Which it has; or how it answers a question for them."""
 
     namespace = "default"
     id = "job/train"
@@ -60,11 +68,12 @@ class Receiver:
             raw_description=SimpleNamespace(workflow_execution_info=info),
         )
 
-    async def query(self, name: str, **_: Any) -> Any:
-        answer = self.answers[name]
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+    async def query(self, name: str, **_: Any) -> WorkflowMetadata:
+        assert name == METADATA_QUERY
+        if isinstance(self.queries, Exception):
+            raise self.queries
+        known = [WorkflowInteractionDefinition(name=one) for one in self.queries]
+        return WorkflowMetadata(definition=WorkflowDefinition(query_definitions=known))
 
 
 def name_build(build: str) -> WorkerDeploymentVersion:
@@ -74,25 +83,31 @@ def name_build(build: str) -> WorkerDeploymentVersion:
 @pytest.mark.parametrize(
     ("receiver", "is_signed"),
     [
-        (Receiver("0.1.0"), False),
-        (Receiver("0.1.0", "Fleet"), False),
-        (Receiver("0.1.0", "NodeRepair"), False),
-        (Receiver("0.1.12"), False),
+        (Receiver("0.1.0", queries=OLD), False),
+        (Receiver("0.1.0", "Fleet", queries=OLD), False),
+        (Receiver("0.1.0", "NodeRepair", queries=OLD), False),
+        (Receiver("0.1.12", queries=OLD), False),
         (Receiver("0.2.0"), True),
         (Receiver("0.2.0.dev0+1a2b3c4d", "Fleet"), True),
         (Receiver("0.10.1", "NodeRepair"), True),
         (Receiver("1.0.0"), True),
         (Receiver("0.1.0", moves_to="0.2.0"), True),
-        (Receiver("0.2.0", moves_to="0.1.0"), False),
+        (Receiver("0.2.0", moves_to="0.1.0", queries=OLD), False),
+        # Upgraded in place: the next release gets the order, or answers already.
+        (Receiver("0.1.0", queries=SILENT), True),
+        (Receiver("0.1.0", "Fleet", queries=SILENT), True),
+        (Receiver("0.1.0", queries=FAILS), True),
+        (Receiver("0.1.0", "NodeRepair", queries=NEW), True),
         # A build of another name, and a worker that names none.
-        (Receiver("ours-0.1.0", answers={"orders": []}), True),
-        (Receiver("ours-0.2.0", answers={"orders": UNKNOWN}), False),
-        (Receiver("", answers={"orders": []}), True),
-        (Receiver("", answers={"orders": SILENT}), True),
-        (Receiver("ours", "Fleet", answers={"takes_proofs": True}), True),
-        (Receiver("ours", "Fleet", answers={"takes_proofs": UNKNOWN}), False),
-        (Receiver("ours", "NodeRepair", answers={"takes_proofs": SILENT}), True),
-        (Receiver("ours", "NodeRepair", answers={"takes_proofs": UNKNOWN}), False),
+        (Receiver("ours-0.1.0", queries=NEW), True),
+        (Receiver("ours-0.2.0", queries=OLD), False),
+        (Receiver("ours-0.2.0", queries=FAILS), True),
+        (Receiver("", queries=NEW), True),
+        (Receiver("", queries=SILENT), True),
+        (Receiver("ours", "Fleet", queries=NEW), True),
+        (Receiver("ours", "Fleet", queries=OLD), False),
+        (Receiver("ours", "NodeRepair", queries=SILENT), True),
+        (Receiver("ours", "NodeRepair", queries=OLD), False),
     ],
 )
 async def test_an_order_is_signed_for_builds_that_take_a_proof(

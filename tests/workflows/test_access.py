@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from temporalio import workflow
 from temporalio.client import (
+    Client,
     WorkflowFailureError,
     WorkflowHandle,
     WorkflowHistory,
@@ -25,6 +26,7 @@ from temporalio.worker import Worker
 
 from relaunch.access.orders import REFUSED, Proof
 from relaunch.activities.examine import RepairOrder
+from relaunch.cli import sign
 from relaunch.cli.sign import sign_message
 from relaunch.evidence.findings import Verdict
 from relaunch.job.state import Phase
@@ -221,6 +223,34 @@ async def test_orders_to_a_build_without_a_name_are_signed(
             await rig.client.get_workflow_handle(workflow_id).signal(order, message)
         assert (await job.result()).phase is Phase.CANCELLED
         assert (await read_fleet(rig)).breaker.paused
+
+
+@workflow.defn(name="Fleet", sandboxed=False)
+class FleetWithoutProofs:
+    """As 0.1.0 answers: it has no query that tells that it takes a proof."""
+
+    @workflow.run
+    async def run(self) -> None:
+        await workflow.wait_condition(lambda: False)
+
+    @workflow.query
+    def state(self) -> str:
+        return ""
+
+
+async def test_orders_to_a_fleet_of_an_older_build_are_unsigned(
+    server: Client, keys: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no worker answers, a newer one may get the order."""
+    monkeypatch.setenv("RELAUNCH_SSH_KEY", str(keys["ada"]))
+    queue = f"older-{uuid.uuid4().hex[:8]}"
+    async with Worker(server, task_queue=queue, workflows=[FleetWithoutProofs]):
+        fleet = await server.start_workflow("Fleet", id=queue, task_queue=queue)
+        order = {"by": "ada@laptop"}
+        assert await sign_message(server, fleet.id, "pause", order) == order
+    monkeypatch.setattr(sign, "ASK_TIMEOUT", timedelta(seconds=1))
+    assert "proof" in await sign_message(server, fleet.id, "pause", order)
+    await fleet.terminate("the test is over")
 
 
 async def test_only_a_proven_caller_quarantines_or_cancels(
