@@ -163,6 +163,19 @@ def test_ranks_go_on_while_no_helper_can_be_started(node: Node) -> None:
     assert all(map(is_alive, pids.values()))
 
 
+def test_ranks_go_on_while_their_processes_cannot_be_listed(node: Node) -> None:
+    pids = node.run(1)
+    shim = node.pid("shim")
+    node.pid("supervisor")
+    node.pid("guard")
+    log = node.folder() / "shim.log"
+    with limit_descriptors(shim, 8):
+        wait_for(lambda: "cannot be listed" in log.read_text() or not is_alive(shim))
+        assert is_alive(shim), log.read_text()
+    assert all(map(is_alive, pids.values()))
+    expect_done(node.stop())
+
+
 def test_a_killed_shim_takes_its_ranks_and_their_children_along(node: Node) -> None:
     # No lease or fence ends them within the patience of this test.
     node.run(1, python_command(AWAY), lease=100 * PATIENCE, fence_after=100 * PATIENCE)

@@ -353,6 +353,13 @@ class Shim:
         self.client_work.note(below)
         return below
 
+    def _look_for_clients(self) -> None:
+        try:
+            self._find_below()
+        except OSError as error:  # no descriptor or memory is left: ranks go on meanwhile
+            disk.log(f"what ranks have started cannot be listed, which is tried again: {error}")
+            self.client_work.note(())  # also sets the time of the next look
+
     def _terminate_strays(self) -> None:
         """Send SIGTERM once to each process that left the process groups of the ranks.
 
@@ -428,7 +435,7 @@ class Shim:
                 processes.kill_group(pid, signal.SIGKILL)
         look_at = self.client_work.look_at
         if self.state == "running" and look_at is not None and now() >= look_at:
-            self._find_below()
+            self._look_for_clients()
         if self.state == "stopping" and now() >= self.sweep_at:
             self._reap()
             self._sweep()
