@@ -5,17 +5,19 @@ The engine is a double (tests/doubles/engine.py); docs/testing.md has the result
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from real_node import Node, expect_done, is_alive, refusal, token, wait_for
-from test_guard import frozen, is_frozen
+from test_guard import frozen, hold_stopped, is_frozen
 
 from relaunch.agent.ranks import clients
 from tests.doubles import engine
@@ -148,6 +150,78 @@ def test_a_container_that_does_not_end_is_named(node: Node, daemon: Engine, disk
     assert refusal(answer) == "stuck"
     assert answer is not None
     assert answer["pids"] == [container]
+    expect_done(node.stop())
+    assert not is_alive(container)
+
+
+def test_a_container_that_was_named_and_ended_is_not_stuck(
+    node: Node, daemon: Engine, disk: Path
+) -> None:
+    writes = f"while :; do echo >> {disk}/steps; sleep 0.01; done"
+    node.run(1, daemon.run(*HANDED_OVER, program=("sh", "-c", writes)), ranks=1)
+    container = daemon.await_container()
+    with ExitStack() as held:
+        with frozen(disk):
+            wait_for(lambda: is_frozen(container), "it does not wait for the disk")
+            assert refusal(node.stop(stuck_after=1.0)) == "stuck"
+            held.enter_context(hold_stopped(node.pid("guard")))
+        wait_for(lambda: not is_alive(container))
+        expect_done(node.stop(stuck_after=1.0))
+
+
+def test_a_stop_searches_where_the_guard_gives_no_answer(node: Node, daemon: Engine) -> None:
+    node.run(1, daemon.run(*HANDED_OVER), ranks=1)
+    container = daemon.await_container()
+    with hold_stopped(node.pid("guard")):
+        expect_done(node.stop())
+        assert not is_alive(container)
+
+
+BLOCKED = """
+import ctypes, mmap, sys, threading, time
+file = open(sys.argv[1], "r+b")
+pages = mmap.mmap(file.fileno(), mmap.PAGESIZE)
+start = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(pages)))
+libc = ctypes.CDLL(None)
+print("mapped", flush=True)
+sys.stdin.readline()
+writer = threading.Thread(target=libc.memset, args=[start, 1, 1])
+writer.start()
+while ") D " not in open(f"/proc/self/task/{writer.native_id}/stat").read():
+    time.sleep(0.01)
+libc.mprotect(start, ctypes.c_size_t(mmap.PAGESIZE), 1)
+"""
+"""A program that holds the lock of its memory while the disk of a file hangs."""
+
+
+def can_read_environment(pid: int) -> bool:
+    command = ["timeout", "-s", "KILL", "0.5", "cat", f"/proc/{pid}/environ"]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def test_a_stop_does_not_wait_for_ever_for_its_search(
+    node: Node, daemon: Engine, disk: Path
+) -> None:
+    (disk / "file").write_bytes(bytes(mmap.PAGESIZE))
+    node.run(1, daemon.run(*HANDED_OVER), ranks=1)
+    container = daemon.await_container()
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", BLOCKED, str(disk / "file")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        other.stdout.readline()
+        with frozen(disk):
+            other.stdin.write(b"\n")
+            other.stdin.flush()
+            wait_for(lambda: not can_read_environment(other.pid))
+            answer = node.stop()
+        other.kill()
+    assert refusal(answer) == "stuck"
+    assert answer is not None
+    assert "cannot be read" in answer["reason"]
     expect_done(node.stop())
     assert not is_alive(container)
 

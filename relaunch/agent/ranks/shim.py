@@ -342,8 +342,10 @@ class Shim:
                 processes.kill(process, signal.SIGKILL)
             if self.cgroup is not None:
                 cgroup.kill(self.cgroup)
-            if now() >= self.kill_at + STUCK_NOTICE_DELAY:
-                self._report_stuck([*left, *self.client_work.left])
+            left += self.client_work.left
+            # Without any, the guard's search has no answer: the callers take that for silence.
+            if left and now() >= self.kill_at + STUCK_NOTICE_DELAY:
+                self._report_stuck(left)
         self.sweep_pause = min(SWEEP_INTERVALS[1], self.sweep_pause * 1.5)
         self.sweep_at = now() + self.sweep_pause
 

@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import time
-from typing import BinaryIO
+from typing import BinaryIO, Callable
 
 from relaunch.agent import processes, tools
 from relaunch.agent.loop import parse
@@ -200,15 +200,19 @@ def _await_end(
 
     Raises:
         Refusal: Something is left after `stuck_after` seconds.
+        OSError: Nothing that it named is left, but it does not confirm that.
     """
     deadline = time.monotonic() + stuck_after
     answer: Json | None = message
     while answer is not None and "stuck" in answer:
-        left = [pid for pid, started in answer["stuck"] if processes.is_alive(pid, started)]
+        named = answer["stuck"]
         caller.settimeout(max(0.01, deadline - time.monotonic()))
         try:
             answer = parse(answers.readline())
         except OSError:
+            left = [pid for pid, started in named if processes.is_alive(pid, started)]
+            if not left:
+                raise
             raise _make_stuck_refusal(left, stuck_after) from None
     return answer
 
@@ -230,6 +234,15 @@ def _make_stuck_refusal(pids: list[int], stuck_after: float) -> Refusal:
             "this node needs a reboot"
         )
     return Refusal("stuck", text, pids=pids)
+
+
+def _make_blocked_refusal(stuck_after: float) -> Refusal:
+    text = (
+        f"what is left of the job's ranks is not known after {stuck_after:g} s: the environment "
+        "of some process of this node cannot be read, because it hangs in the kernel; "
+        "this node needs a reboot"
+    )
+    return Refusal("stuck", text, pids=[])
 
 
 def _signal(identity: tuple[int, int] | None, number: int) -> bool:
@@ -284,6 +297,17 @@ def _parse_order(rest: str) -> Order | None:
     )
 
 
+def _run_search(search: Callable[[], Json], timeout: float) -> Json | None:
+    """Search all processes of the node; return None without an answer.
+
+    Reading the environment of a process that hangs in the kernel may block.
+    """
+    try:
+        return tools.run_bounded(search, timeout)
+    except OSError:  # no process can be started: better without a limit than not at all
+        return search()
+
+
 def _kill_rest(
     job: JobState,
     unproven: list[Generation],
@@ -309,21 +333,40 @@ def _kill_rest(
         if (folder := generation.cgroup) is not None
     ]
 
-    def is_covered(rest: str) -> bool:
-        order = _parse_order(rest)
-        if order is None or order > below:
-            return False
-        found_orders.add(order)
-        return True
+    caller = os.getpid()
+
+    def search() -> Json:
+        orders: set[Order] = set()
+
+        def is_covered(rest: str) -> bool:
+            order = _parse_order(rest)
+            if order is None or order > below:
+                return False
+            orders.add(order)
+            return True
+
+        own = (caller, os.getppid())
+        found = processes.find_by_token(
+            f"{job.token_prefix}/", is_covered, str(job.state), groups, own
+        )
+        return {"found": found, "orders": sorted(orders)}
 
     deadline = time.monotonic() + stuck_after
     pause = 0.005
     killed: list[processes.Process] = []
     while True:
-        left = processes.add_dying(
-            processes.find_by_token(f"{job.token_prefix}/", is_covered, str(job.state), groups),
-            killed,
-        )
+        answer = _run_search(search, max(SCAN_TIMEOUT, deadline - time.monotonic()))
+        if answer is None:
+            for _, folder in cgroups:
+                cgroup.kill(folder)
+            if time.monotonic() > deadline:
+                raise _make_blocked_refusal(stuck_after)
+            time.sleep(pause)
+            pause = min(0.1, pause * 2)
+            continue
+        found_orders.update((submission, number) for submission, number in answer["orders"])
+        found = [processes.Process(*fields) for fields in answer["found"]]
+        left = processes.add_dying(found, killed)
         # These get no signal: nothing tells whether a pid has been reused.
         hidden = processes.find_hidden(groups, left)
         for order, folder in cgroups:
