@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -233,7 +234,41 @@ def test_a_client_is_found_in_a_command_and_among_processes() -> None:
     assert clients.find_in_command(others) == set()
 
 
-@pytest.mark.parametrize("command", [SLEEP, ("docker", "info")])
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("bash -c 'cd /x && exec /usr/bin/docker run a'", "docker"),
+        ("docker --context x container run a", "docker"),
+        ("docker compose -f x.yaml up trainer", "docker"),
+        ("docker-compose up trainer", "docker-compose"),
+        ("unknown-wrapper --quiet docker exec box python train.py", "docker"),
+        ("bash -c 'docker \"$@\"' bash run a", "docker"),
+        ("bash -c 'if true; then X=$(nerdctl run a); fi'", "nerdctl"),
+        ("bash -c '# once\ndocker \\\n  run a'", "docker"),
+        ("podman run a", "podman"),
+        ("sudo -u alice -n srun python train.py", "srun"),
+        ("flock /tmp/lock timeout 30m srun python train.py", "srun"),
+        ("bash -lc srun", "srun"),
+        ("bash -c 'cd /x;srun python train.py'", "srun"),
+        ("env A=1 systemd-run --wait python train.py", "systemd-run"),
+        ("python train.py --launcher srun", None),
+        ("env A=1 /usr/bin/python /x/train.py --launcher srun", None),
+        ("bash -c '# no docker run here\npython train.py'", None),
+        ("""python -c "x='docker'" """, None),
+        ("""python -c "x = 'srun'" """, None),
+        ("bash -c 'docker pull a; python train.py run'", None),
+        ("docker ps", None),
+        ("podman ps", None),
+        ("systemd-run --scope python train.py", None),
+        ("python docker.py --docker /var/run/docker.sock /data/docker/set run", None),
+        ("python train.py --data docker", None),
+    ],
+)
+def test_a_client_is_found_where_a_command_runs_it(line: str, found: str | None) -> None:
+    assert clients.find_in_command(shlex.split(line)) == ({found} - {None})
+
+
+@pytest.mark.parametrize("command", [SLEEP, ("docker", "run", "image")])
 def test_only_ranks_with_a_client_wait_for_a_search(
     node: Node, programs: Path, command: tuple[str, ...]
 ) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from relaunch.agent.ranks.clients import CLIENTS
+from relaunch.agent.ranks.clients import CLIENTS, find_in_command
 from relaunch.cli import clients
 from relaunch.cli.files import job_from_flags
 from relaunch.config import ConfigError
@@ -147,6 +147,8 @@ def test_a_user_learns_that_containers_of_root_are_unseen(
 
 def test_what_is_accepted_is_searched_for_by_the_agent() -> None:
     assert {*clients.ENGINES, "systemd-run", "srun"} == CLIENTS
+    for line in (*REFUSED, *REFUSED_ALIKE, *UNSURE):
+        assert find_in_command(words_of(line)), line
 
 
 @pytest.mark.parametrize("command", ["run", "init", "submit"])

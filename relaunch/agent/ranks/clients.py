@@ -8,7 +8,7 @@ hands that over. This is part of the shim, and signals nothing.
 from __future__ import annotations
 
 import re
-from typing import Callable, Iterable, List, Optional, Set
+from typing import Callable, Iterable, Iterator, List, Optional, Set
 
 from relaunch.agent import processes
 from relaunch.agent.protocol import Json, now
@@ -20,6 +20,18 @@ CLIENTS = frozenset(
 
 relaunch.cli.clients knows more: what runs on other hosts is not found here.
 """
+OTHERS = frozenset(("systemd-run", "srun"))
+"""Those that count only where a command begins: no word behind them tells."""
+STARTS = re.compile(r"run|exec|(re)?start|compose|up|\$.*")
+"""The word of an engine's client that starts something, or may stand for it."""
+WRAPPERS = frozenset(("sudo", "env", "exec", "command", "timeout", "nohup", "time", "setsid"))
+WRAPPERS |= {"nice", "ionice", "stdbuf", "taskset", "numactl", "flock", "tini", "dumb-init"}
+WRAPPERS |= {"sh", "bash", "dash", "zsh", "if", "then", "elif", "else", "while", "until", "do", "!"}
+"""Words behind which a command begins."""
+ARGUMENT = re.compile(r"-.*|[A-Za-z_]\w*=.*|[0-9].*", re.DOTALL)
+"""What may stand between: an option, a variable, a number, a duration."""
+TAKES_VALUE = re.compile(r"-[A-Za-z]|flock")
+"""A word whose value may follow: an option of one letter, and what locks a file."""
 LOOK_DELAYS = (2.0, 60.0)
 """Seconds between two looks for clients below the ranks: the first and the longest.
 
@@ -34,9 +46,39 @@ An engine goes on with a start whose client was killed: up to 0.4 s later a cont
 
 
 def find_in_command(command: Iterable[str]) -> Set[str]:
-    """Return the clients that a command names anywhere, also in the text of a shell."""
-    words = (word for text in command for word in re.split(r"[\s;|&()'\"`]+", text))
-    return {word.rpartition("/")[2] for word in words} & CLIENTS
+    """Return the clients that a command runs, as far as its words tell, also in a shell's text.
+
+    In doubt it is one: a search costs a second, and a client that is not found here may have been
+    killed before it is seen. So an engine's counts behind any words, if what starts a container
+    follows in the same command of the text. podman counts always: by a variable or a file of its
+    settings it, too, asks an engine.
+    """
+    words = list(command)
+    parts = [words]
+    for word in words:
+        if re.search(r"[\s;|&`]", word) is None:
+            continue
+        text = re.sub(r"^\s*#.*$", "", word.replace("\\\n", " "), flags=re.MULTILINE)
+        for part in re.split(r"[\n;|&()`]+", text):
+            parts.append(re.findall(r"[^\s'\",\[\]{}]+", part))
+    return {name for part in parts for name in _find_in_part(part)}
+
+
+def _find_in_part(words: List[str]) -> Iterator[str]:
+    """Yield the clients in the words of one command."""
+    may_begin = True
+    for index, word in enumerate(words):
+        name = word.rpartition("/")[2]
+        behind = words[index + 1 :]
+        if name in CLIENTS - OTHERS:
+            if name == "docker-compose" or any(STARTS.fullmatch(each) for each in behind):
+                yield name
+        elif name in OTHERS and may_begin and "--scope" not in behind:
+            yield name
+        is_value = index > 0 and TAKES_VALUE.fullmatch(words[index - 1]) is not None
+        may_begin = may_begin and (
+            name in WRAPPERS or ARGUMENT.fullmatch(word) is not None or is_value
+        )
 
 
 class ClientWork:
@@ -61,9 +103,9 @@ class ClientWork:
         self._delay = LOOK_DELAYS[0]
         self._look_at = 0.0
 
-    def begin(self, command: Iterable[str]) -> None:
-        """Note the command that ranks are about to be started with."""
-        self.has_clients = bool(find_in_command(command))
+    def begin(self, *commands: Iterable[str]) -> None:
+        """Note the commands that ranks are about to be started with."""
+        self.has_clients = any(find_in_command(command) for command in commands)
         self._look_at = now() + self._delay
 
     def note(self, below: Iterable[processes.Process]) -> None:

@@ -600,7 +600,7 @@ class Shim:
         self._set_launch_end()
         is_warm = self.warm is not None
         launched = order.get("launched") or {"command": []}
-        self.client_work.begin([*order["command"], *launched["command"]])
+        self.client_work.begin(order["command"], launched["command"])
         try:
             obstacle = self._launch(order)
             pids = {str(rank): pid for rank, pid in self.alive.items()}
