@@ -416,6 +416,13 @@ class WatchedShard:
             self._check_ranks(
                 node, (one.rank for one in observations if isinstance(one, RankExited))
             )
+            is_of_reboot = any(
+                isinstance(one, RanksVanished) and one.rebooted for one in observations
+            )
+            if is_of_reboot and self._awaits_others(node):
+                # Where a reboot may have destroyed the record of a launch, an agent assumes one.
+                self._note_answer(node)
+                return
             view.seq = seq
             for observation in observations:
                 self.add_observation(node, observation)
@@ -441,8 +448,8 @@ class WatchedShard:
         count = self.input.ranks_per_node
         if self._cancelled is not None or len(view.exited) >= count or self._has_failed_node(node):
             return
-        if not self.input.launched and set(self.input.lost) - {node}:
-            return  # none may ever have been started here, and the job waits for other nodes
+        if self._awaits_others(node):
+            return
         # What the node does not number counts as one more observation, so that the next watch knows
         # that it was reported.
         view.seq = max(view.seq, seq) + 1
@@ -451,6 +458,11 @@ class WatchedShard:
         self.add_observation(
             node, RanksVanished(node, datetime.now(UTC), reason, view.has_rebooted)
         )
+
+    def _awaits_others(self, node: str) -> bool:
+        """Return whether no rank may ever have been started here, and the job waits for others."""
+        is_other_lost = self.input.lost_in_others or bool(set(self.input.lost) - {node})
+        return not self.input.launched and is_other_lost
 
     def _has_failed_node(self, node: str) -> bool:
         """Return whether a fault of a node's ranks is known, from this watch or from one before it.

@@ -59,6 +59,8 @@ class WatchRanksInput:
     elsewhere: tuple[str, ...] = ()
     """Those of `lost` already reported as answering from another place than where their ranks were
     started."""
+    lost_in_others: bool = False
+    """Whether nodes of the job in other shards are lost."""
     hang_known: bool = False
     """Whether to report no hang: the job already waits for a lost node."""
     report_at_step: int | None = None

@@ -145,6 +145,7 @@ async def test_a_renewal_says_for_how_long_its_heartbeat_has_been_here() -> None
 
 
 SUCCEEDED = {"n1": (0,)}
+REBOOTED = {"seq": 1, "kind": "RanksVanished", "reason": "the node rebooted", "at": 1.0}
 
 
 def reach_end(seq: int = 0, *lines: dict[str, Any], **known: Any) -> WatchedShard:
@@ -210,8 +211,18 @@ async def test_a_lost_node_that_comes_back_with_nothing_fails() -> None:
         ([], {"after_seq": {"n1": 1}}),
         ([], {"after_seq": {"n1": 2}, "exited": SUCCEEDED}),
         ([], {"lost": ("n2",), "launched": False}),
+        ([], {"lost_in_others": True, "launched": False}),
+        ([{"observation": REBOOTED}], {"lost": ("n2",), "launched": False}),
     ],
-    ids=["both", "one before", "failed before", "one failed before", "launch waits for another"],
+    ids=[
+        "both",
+        "one before",
+        "failed before",
+        "one failed before",
+        "launch waits for another",
+        "launch waits for another shard",
+        "rebooted while the launch waits",
+    ],
 )
 async def test_an_end_after_what_is_known_is_none(
     lines: list[dict[str, Any]], known: dict[str, Any]
@@ -230,3 +241,11 @@ async def test_an_end_after_a_failure_adds_nothing_to_it() -> None:
 async def test_a_launch_that_was_not_completed_may_end_too() -> None:
     reasons, _ = await read_vanished(reach_end(launched=False))
     assert reasons
+
+
+@pytest.mark.parametrize(
+    "known", [{"launched": False}, {"lost": ("n2",)}], ids=["none is lost", "it was launched"]
+)
+async def test_a_reboot_is_a_fault_unless_a_launch_waits(known: dict[str, Any]) -> None:
+    reasons, _ = await read_vanished(reach_end(1, {"observation": REBOOTED}, **known))
+    assert reasons == ["the node rebooted"]

@@ -6,14 +6,18 @@ Nothing is launched before their ranks must be gone, and people may know better.
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 
 import relaunch.job.fencing
+from relaunch.activities.reports import WatchRanksInput
 from relaunch.job.fencing import fence_wait
-from relaunch.job.state import Phase
+from relaunch.job.state import LostNode, Phase
+from relaunch.workflows.training_job import commands
 from tests.fakes.nodes import Cut, Exit, Progress, Script
+from tests.recovery.builders import T0, running
 from tests.workflows.claimants import until_fleet
 from tests.workflows.conftest import MakeRig
 from tests.workflows.rig import Rig, policy
@@ -481,3 +485,19 @@ async def test_a_policy_may_fail_jobs_that_no_person_answers(make_rig: MakeRig) 
         result = await job.result()
         assert (result.phase, result.exit_code) == (Phase.FAILED, 1)
         assert "within 3s" in result.reason
+
+
+@pytest.mark.parametrize(("watched", "in_others"), [("n1", True), ("n2", False)])
+async def test_a_watch_knows_of_lost_nodes_in_other_shards(
+    watched: str, in_others: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[WatchRanksInput] = []
+
+    async def note_order(activity: object, order: WatchRanksInput, **options: object) -> None:
+        given.append(order)
+
+    monkeypatch.setattr(commands.workflow, "execute_activity_method", note_order)
+    job = replace(running(), lost=(LostNode("n2", T0, "cut off"),))
+    await commands.watch(job, (watched,), {}, {})
+    (order,) = given
+    assert order.lost_in_others is in_others

@@ -268,6 +268,7 @@ async def watch(
             exited={node: ranks for node, ranks in exited.items() if node in names},
             lost=tuple(node for node in job.lost_names if node in names),
             launched=job.launched_at is not None,
+            lost_in_others=not names.issuperset(job.lost_names),
             elsewhere=tuple(
                 lost.node for lost in job.lost if lost.is_elsewhere and lost.node in names
             ),
