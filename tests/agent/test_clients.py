@@ -249,6 +249,8 @@ def test_a_client_is_found_in_a_command_and_among_processes() -> None:
         ("sudo -u alice -n srun python train.py", "srun"),
         ("flock /tmp/lock timeout 30m srun python train.py", "srun"),
         ("bash -lc srun", "srun"),
+        ("srun python train.py --scope full", "srun"),
+        ('systemd-run --wait sh -c "y --scope"', "systemd-run"),
         ("bash -c 'cd /x;srun python train.py'", "srun"),
         ("env A=1 systemd-run --wait python train.py", "systemd-run"),
         ("python train.py --launcher srun", None),

@@ -202,7 +202,8 @@ def start_order(
 
 
 def stop_order(token: Token, **changes: Any) -> StopOrder:
-    return StopOrder(token, **{"stop_grace": 2.0, "stuck_after": 5.0, **changes})
+    # A machine that starts a whole test run took more than 7 s to end a process.
+    return StopOrder(token, **{"stop_grace": 2.0, "stuck_after": 60.0, **changes})
 
 
 async def launch(

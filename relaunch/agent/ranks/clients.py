@@ -7,6 +7,7 @@ hands that over. This is part of the shim, and signals nothing.
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Callable, Iterable, Iterator, List, Optional, Set
 
@@ -69,16 +70,21 @@ def _find_in_part(words: List[str]) -> Iterator[str]:
     may_begin = True
     for index, word in enumerate(words):
         name = word.rpartition("/")[2]
-        behind = words[index + 1 :]
         if name in CLIENTS - OTHERS:
-            if name == "docker-compose" or any(STARTS.fullmatch(each) for each in behind):
+            if name == "docker-compose" or any(map(STARTS.fullmatch, words[index + 1 :])):
                 yield name
-        elif name in OTHERS and may_begin and "--scope" not in behind:
+        elif name in OTHERS and may_begin and not _is_scope(name, words[index + 1 :]):
             yield name
         is_value = index > 0 and TAKES_VALUE.fullmatch(words[index - 1]) is not None
         may_begin = may_begin and (
             name in WRAPPERS or ARGUMENT.fullmatch(word) is not None or is_value
         )
+
+
+def _is_scope(name: str, behind: List[str]) -> bool:
+    """Return whether `systemd-run` starts what follows itself, as one of its options says."""
+    own = itertools.takewhile(lambda word: word.startswith("-"), behind)
+    return name == "systemd-run" and "--scope" in own
 
 
 class ClientWork:

@@ -335,14 +335,18 @@ class Shim:
         if now() < self.kill_at:
             self._terminate_strays()
         else:
+            left = self._find_below()  # before a client among them is killed
             for pid in self.alive.values():
                 processes.kill_group(pid, signal.SIGKILL)
-            left = self._find_below()
             for process in left:
                 processes.kill(process, signal.SIGKILL)
             if self.cgroup is not None:
                 cgroup.kill(self.cgroup)
-            left += self.client_work.left
+            left += [
+                process
+                for process in self.client_work.left
+                if processes.is_alive(process.pid, process.started)
+            ]
             # Without any, the guard's search has no answer: the callers take that for silence.
             if left and now() >= self.kill_at + STUCK_NOTICE_DELAY:
                 self._report_stuck(left)

@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import time
+from contextlib import suppress
 from typing import BinaryIO, Callable
 
 from relaunch.agent import processes, tools
@@ -302,10 +303,15 @@ def _run_search(search: Callable[[], Json], timeout: float) -> Json | None:
 
     Reading the environment of a process that hangs in the kernel may block.
     """
-    try:
-        return tools.run_bounded(search, timeout)
-    except OSError:  # no process can be started: better without a limit than not at all
+    until = time.monotonic() + timeout
+    answer = None
+    with suppress(OSError):
+        answer = tools.run_bounded(search, timeout)
+    if answer is None and time.monotonic() < until:
+        # No process can be started, or no descriptor is left: better without a limit than not at
+        # all. What blocks does not end early.
         return search()
+    return answer
 
 
 def _kill_rest(
