@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from real_node import Node, is_alive, refusal, token
+from real_node import Node, is_alive, refusal, token, wait_for
 
 from relaunch.agent.protocol import Fields, Refusal
 from relaunch.agent.ranks import orders
@@ -49,7 +49,9 @@ def test_a_stop_on_a_read_only_disk_stops_and_says_so(node: Node) -> None:
 
 
 def test_exits_on_a_read_only_disk_are_reported(node: Node) -> None:
-    pids = node.run(1, ["sh", "-c", 'trap "" TERM; sleep 1000; sleep 1000'], stop_grace=60.0)
+    ignores = 'trap "" TERM; echo ignores; sleep 1000; sleep 1000'
+    pids = node.run(1, ["sh", "-c", ignores], stop_grace=60.0)
+    wait_for(lambda: all("ignores" in node.log(rank) for rank in (0, 1)))
     watch = node.watch()
     watch.read_until("heartbeat")
     fail(node)
