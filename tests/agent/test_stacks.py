@@ -121,7 +121,8 @@ def test_a_rank_blocked_in_the_kernel_is_read(node: Node, tmp_path: Path) -> Non
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     (pid,) = run(node, BLOCKED.format(fifo=str(fifo)))
-    wait_for(lambda: state_of(pid) == "D")
+    children = Path(f"/proc/{pid}/task/{pid}/children")  # D alone may be a wait for the disk
+    wait_for(lambda: state_of(pid) == "D" and children.read_text())
     own = ask(node)[0]["processes"][0]
     assert (own["state"], own["blocked"]) == ("D", 1)
     assert functions(own)[0] == ["save", "<module>"]
