@@ -7,6 +7,7 @@ so that a pid which has been reused is never signalled.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import resource
 import signal
@@ -431,17 +432,6 @@ def find_hidden(groups: dict[int, int], found: Iterable[Process]) -> list[Proces
     return hidden
 
 
-def _has_members(leader: int) -> bool:
-    """Return whether a group has any member, dead ones that were not reaped included."""
-    try:
-        os.killpg(leader, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
 def _may_lead_session(pid: int) -> bool:
     """Return whether a process leads a session, as each rank does; also True if unknown."""
     try:
@@ -504,35 +494,31 @@ def _open(pid: int) -> int | None:
 
 def exists(pid: int) -> bool:
     """Return whether there is a process with this pid, also one that /proc hides."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    return _probe(os.kill, pid) != errno.ESRCH
 
 
 def can_signal(pid: int) -> bool:
     """Return whether this user may signal a process; also True if it is gone."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return True
+    return _probe(os.kill, pid) != errno.EPERM
+
+
+def _has_members(leader: int) -> bool:
+    """Return whether a group has any member, dead ones that were not reaped included."""
+    return _probe(os.killpg, leader) != errno.ESRCH
 
 
 def can_signal_group(leader: int) -> bool:
     """Return whether this user may signal any process of a group; also True if none is left."""
+    return _probe(os.killpg, leader) != errno.EPERM
+
+
+def _probe(send: Callable[[int, int], None], number: int) -> int:
+    """Return the errno with which the kernel refuses to have it signalled; 0: it does not."""
     try:
-        os.killpg(leader, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return True
+        send(number, 0)
+    except (ProcessLookupError, PermissionError) as error:
+        return error.errno or 0
+    return 0
 
 
 def kill_group(leader: int, number: int) -> None:

@@ -1097,22 +1097,35 @@ async def is_unreachable(site: Site, generation: int, match: str, **order: Any) 
         await site.again().prepare("n1", prepare_order(site.token(generation + 1)))
 
 
+async def launch_and_forget(site: Site) -> str:
+    """Launch a task; have its ECS agent lose its memory and register the machine again.
+
+    Return the container instance that has the task and no agent any more.
+    """
+    await launch(site)
+    await until(lambda: site.tasks()[0]["lastStatus"] == "RUNNING")
+    ghost, new = site.instance.arn, site.instance.reregister(reboots=False)
+    await until(lambda: _registered(site, new))
+    return ghost
+
+
+async def deregister(site: Site, aws: AwsDouble, arn: str) -> None:
+    gone = {"cluster": aws.cluster, "containerInstance": arn, "force": True}
+    await site.backend.aws.call("ecs", "DeregisterContainerInstance", **gone)
+
+
 @pytest.mark.parametrize("is_tried", [False, True], ids=["at once", "after a stop"])
 async def test_a_task_deregistered_by_force_is_not_proven_stopped(
     make: Callable[..., Site], aws: AwsDouble, is_tried: bool
 ) -> None:
     """Its agent has lost its memory, and an operator removes what is left of that in ECS."""
     site = make()
-    await launch(site)
-    await until(lambda: site.tasks()[0]["lastStatus"] == "RUNNING")
-    ghost, pid = site.instance.arn, aws.pids(site.tasks()[0]["taskArn"])["trainer"]
-    new = site.instance.reregister(reboots=False)
-    await until(lambda: _registered(site, new))
+    ghost = await launch_and_forget(site)
+    new, pid = site.instance.arn, aws.pids(site.tasks(living=False)[0]["taskArn"])["trainer"]
     if is_tried:  # it leaves its word on the machine, and its reason in the task
         stuck = stop_order(site.token(), stop_grace=0.1, stuck_after=0.2)
         assert refusal(await site.backend.stop("n1", stuck)).why == "stuck"
-    gone = {"cluster": aws.cluster, "containerInstance": ghost, "force": True}
-    await site.backend.aws.call("ecs", "DeregisterContainerInstance", **gone)
+    await deregister(site, aws, ghost)
     (task,) = site.tasks(living=False)
     assert task["lastStatus"] == "STOPPED" and _lives(pid)
     told = await end_of(site.backend, site.token())
@@ -1176,15 +1189,11 @@ async def test_a_generation_that_was_only_prepared_hides_no_orphan(
     make: Callable[..., Site], aws: AwsDouble
 ) -> None:
     site = make()
-    await launch(site)
-    await until(lambda: site.tasks()[0]["lastStatus"] == "RUNNING")
-    ghost, new = site.instance.arn, site.instance.reregister(reboots=False)
-    await until(lambda: _registered(site, new))
+    ghost = await launch_and_forget(site)
     # It writes that it has prepared, and finds then that the older generation does not end.
     stuck = prepare_order(site.token(2), stop_grace=0.1, stuck_after=0.2)
     assert refusal(await site.backend.prepare("n1", stuck)).why == "stuck"
-    gone = {"cluster": aws.cluster, "containerInstance": ghost, "force": True}
-    await site.backend.aws.call("ecs", "DeregisterContainerInstance", **gone)
+    await deregister(site, aws, ghost)
     with pytest.raises(Unreachable, match="deregistered by force"):
         await site.again().stop("n1", stop_order(site.token(2)))
 
@@ -1193,15 +1202,11 @@ async def test_a_task_deregistered_during_a_stop_is_no_proof(
     make: Callable[..., Site], aws: AwsDouble
 ) -> None:
     site = make()
-    await launch(site)
-    await until(lambda: site.tasks()[0]["lastStatus"] == "RUNNING")
-    ghost, new = site.instance.arn, site.instance.reregister(reboots=False)
-    await until(lambda: _registered(site, new))
+    ghost = await launch_and_forget(site)
     order = stop_order(site.token(), stop_grace=30.0, stuck_after=30.0)
     stopping = asyncio.create_task(site.backend.stop("n1", order))
     await until(lambda: site.tasks(living=False)[0]["desiredStatus"] == "STOPPED")
-    gone = {"cluster": aws.cluster, "containerInstance": ghost, "force": True}
-    await site.backend.aws.call("ecs", "DeregisterContainerInstance", **gone)
+    await deregister(site, aws, ghost)
     with pytest.raises(Unreachable, match="deregistered by force"):
         await stopping
 
