@@ -1,7 +1,7 @@
 """Finding, identifying, forking and signalling processes.
 
-Knows nothing of jobs beyond their tokens. A process is identified by its pid *and* its start time,
-so that a pid which has been reused is never signalled.
+Knows nothing of jobs. A process is identified by its pid *and* its start time, so that a pid which
+has been reused is never signalled.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import resource
 import signal
 import traceback
 from typing import Callable, Iterable, List, NamedTuple
-
-from relaunch.agent.folders import list_places
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
@@ -260,7 +258,8 @@ def is_alive(pid: int, started: int) -> bool:
     return process.started == started and process.is_alive
 
 
-def _list_pids() -> list[int]:
+def list_pids() -> list[int]:
+    """Return the pids of all processes that /proc shows."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
@@ -277,7 +276,7 @@ def list_children() -> list[int]:
     if not _LISTS_CHILDREN:
         return [
             process.pid
-            for process in map(read_process, _list_pids())
+            for process in map(read_process, list_pids())
             if process is not None and process.parent == os.getpid()
         ]
     with open("/proc/thread-self/children", "rb") as file:
@@ -315,7 +314,7 @@ def list_descendants(ancestor: int, without: Iterable[int] = ()) -> list[Process
                     if candidate.is_alive:
                         below.append(candidate)
         return below
-    table = [candidate for candidate in map(read_process, _list_pids()) if candidate is not None]
+    table = [candidate for candidate in map(read_process, list_pids()) if candidate is not None]
     by_parent: dict[int, list[Process]] = {}
     for process in table:
         by_parent.setdefault(process.parent, []).append(process)
@@ -339,68 +338,6 @@ def list_below(ancestor: Process, without: Iterable[int] = ()) -> list[Process]:
         return []
     below = list_descendants(ancestor.pid, without)
     return below if is_alive(ancestor.pid, ancestor.started) else []
-
-
-def find_by_token(
-    prefix: str,
-    matches: Callable[[str], bool],
-    state: str,
-    groups: dict[int, int],
-    without: Iterable[int] = (),
-) -> list[Process]:
-    """Return every living process on this node that carries a matching token.
-
-    Args:
-        prefix: how the token in the environment begins.
-        matches: given what follows the prefix, returns whether the token matches.
-        state: the state folder that the environment must name as well, or another one of the same
-            node: nodes may share a machine.
-        groups: pid and start time of known ranks; the members of their groups and sessions match
-            too, because a process may have overwritten its environment. To a root agent only root's
-            do: where the pid of a dead rank was given to another user's process, so was the group,
-            and root may kill it. What a rank of root's starts as another user has its token or is
-            in its control group.
-        without: pids to leave out.
-    """
-    token = f"RELAUNCH_TOKEN={prefix}".encode()
-    places = {f"RELAUNCH_NODE_STATE={place}".encode() for place in list_places(state)}
-    excluded = {os.getpid(), *without}
-    reused = {
-        pid
-        for pid, started in groups.items()
-        if (leader := read_process(pid)) is not None and leader.started != started
-    }
-    matching: list[Process] = []
-    for pid in _list_pids():
-        if pid in excluded:
-            continue
-        try:
-            with open(f"/proc/{pid}/environ", "rb") as file:
-                environment = file.read()
-        except OSError:  # it has ended, or belongs to another user
-            environment = b""
-        is_match = False
-        if token in environment:
-            variables = environment.split(b"\0")
-            is_match = not places.isdisjoint(variables) and any(
-                matches(variable[len(token) :].decode(errors="replace"))
-                for variable in variables
-                if variable.startswith(token)
-            )
-        if not is_match and not groups:
-            continue
-        process = read_process(pid)
-        if process is None or not process.is_alive:
-            continue
-        if is_match or (
-            any(
-                leader in groups and leader not in reused and process.started >= groups[leader]
-                for leader in (process.group, process.session)
-            )
-            and (os.geteuid() != 0 or read_owner(pid) == 0)
-        ):
-            matching.append(process)
-    return matching
 
 
 def find_hidden(groups: dict[int, int], found: Iterable[Process]) -> list[Process]:

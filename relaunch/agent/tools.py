@@ -184,56 +184,28 @@ def _follow(pid: int, streams: List[_Stream], until: float, caller: Optional[int
     return True
 
 
-def find_leftovers(state: Path) -> List[int]:
-    """Return the pids of living processes that were started under a hold of this node.
-
-    Only those of this user: another one can set the same variables, and root would read them.
-    """
-    place, mark = os.fsencode(f"RELAUNCH_NODE_STATE={state}"), os.fsencode(f"{HOLD_VARIABLE}=")
-    pids = []
-    for name in os.listdir("/proc"):
-        if not name.isdigit() or int(name) == os.getpid():
-            continue
-        try:
-            with open(f"/proc/{name}/environ", "rb") as file:
-                variables = file.read().split(b"\0")
-        except OSError:
-            continue
-        process = processes.read_process(int(name)) if place in variables else None
-        if (
-            process is not None
-            and process.is_alive
-            and any(variable.startswith(mark) for variable in variables)
-            and processes.read_owner(process.pid) == os.geteuid()
-        ):
-            pids.append(process.pid)
-    return pids
-
-
-def kill_leftovers(state: Path) -> List[int]:
-    """Kill the processes that a dead holder left behind; return those that do not die."""
-    deadline = time.monotonic() + KILL_TIMEOUT
-    while True:
-        left = find_leftovers(state)
-        if not left or time.monotonic() > deadline:
-            return left
-        for pid in left:
-            process = processes.read_process(pid)
-            if process is not None:
-                processes.kill(process, signal.SIGKILL)
-        time.sleep(0.005)
-
-
 def run_bounded(
     work: Callable[[], Json], timeout: float, keep: Sequence[int] = ()
 ) -> Optional[Json]:
     """Run what may block in the kernel in a process; return its result, or None without an answer.
 
-    It is no child of the caller, which may become a shim and would take it for a rank: SIGKILL does
-    not end what blocks in the kernel.
-
     Args:
         keep: descriptors that the work has open as long as its process lives.
+
+    Raises:
+        OSError: no child can be started.
+    """
+    return run_apart(lambda: _run_in_child(work, timeout, keep), keep)
+
+
+def run_apart(work: Callable[[], Optional[Json]], keep: Sequence[int] = ()) -> Optional[Json]:
+    """Run what may leave children behind in a child, which ends; return its result, if any.
+
+    What it leaves behind is no child of the caller, which may become a shim and would take it for a
+    rank: SIGKILL does not end what blocks in the kernel.
+
+    Args:
+        keep: as for `run_bounded`.
 
     Raises:
         OSError: no child can be started.
@@ -243,7 +215,7 @@ def run_bounded(
     def relay(writing: int) -> None:
         processes.die_with(parent)
         processes.close_all_but([writing, *keep])
-        result = _run_in_child(work, timeout, keep)
+        result = work()
         if result is not None:
             write(writing, line(result))
 

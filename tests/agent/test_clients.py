@@ -5,7 +5,6 @@ The engine is a double (tests/doubles/engine.py); docs/testing.md has the result
 
 from __future__ import annotations
 
-import mmap
 import os
 import shlex
 import signal
@@ -176,55 +175,6 @@ def test_a_stop_searches_where_the_guard_gives_no_answer(node: Node, daemon: Eng
     with hold_stopped(node.pid("guard")):
         expect_done(node.stop())
         assert not is_alive(container)
-
-
-BLOCKED = """
-import ctypes, mmap, sys, threading, time
-file = open(sys.argv[1], "r+b")
-pages = mmap.mmap(file.fileno(), mmap.PAGESIZE)
-start = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(pages)))
-libc = ctypes.CDLL(None)
-print("mapped", flush=True)
-sys.stdin.readline()
-writer = threading.Thread(target=libc.memset, args=[start, 1, 1])
-writer.start()
-while ") D " not in open(f"/proc/self/task/{writer.native_id}/stat").read():
-    time.sleep(0.01)
-libc.mprotect(start, ctypes.c_size_t(mmap.PAGESIZE), 1)
-"""
-"""A program that holds the lock of its memory while the disk of a file hangs."""
-
-
-def can_read_environment(pid: int) -> bool:
-    command = ["timeout", "-s", "KILL", "0.5", "cat", f"/proc/{pid}/environ"]
-    return subprocess.run(command, capture_output=True, check=False).returncode == 0
-
-
-def test_a_stop_does_not_wait_for_ever_for_its_search(
-    node: Node, daemon: Engine, disk: Path
-) -> None:
-    (disk / "file").write_bytes(bytes(mmap.PAGESIZE))
-    node.run(1, daemon.run(*HANDED_OVER), ranks=1)
-    container = daemon.await_container()
-    with subprocess.Popen(
-        [sys.executable, "-S", "-c", BLOCKED, str(disk / "file")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as other:
-        assert other.stdin is not None
-        assert other.stdout is not None
-        other.stdout.readline()
-        with frozen(disk):
-            other.stdin.write(b"\n")
-            other.stdin.flush()
-            wait_for(lambda: not can_read_environment(other.pid))
-            answer = node.stop()
-        other.kill()
-    assert refusal(answer) == "stuck"
-    assert answer is not None
-    assert "cannot be read" in answer["reason"]
-    expect_done(node.stop())
-    assert not is_alive(container)
 
 
 def test_a_client_is_found_in_a_command_and_among_processes() -> None:

@@ -5,7 +5,6 @@ Ranks go on with their exits still known, or are dead within a second.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import resource
@@ -28,7 +27,6 @@ from real_node import (
     wait_for,
 )
 
-from relaunch.agent.ranks.stop import _run_search
 from relaunch.agent.session import MAX_SPARES
 
 STUBBORN = (
@@ -309,17 +307,6 @@ def test_a_generation_that_was_only_prepared_has_lost_no_ranks(node: Node) -> No
     node.prepare()
     node.kill_everything()
     assert [next(iter(line)) for line in node.watch().read_rest()] == ["hello", "end"]
-
-
-def test_a_search_that_no_other_process_can_make_is_made_here() -> None:
-    caller = os.getpid()
-
-    def search() -> dict[str, list[int]]:
-        if os.getpid() != caller:
-            raise OSError(errno.ENFILE, os.strerror(errno.ENFILE))
-        return {"found": [caller]}
-
-    assert _run_search(search, 600.0) == {"found": [caller]}
 
 
 def test_a_reboot_is_detected_by_the_boot_id(node: Node) -> None:

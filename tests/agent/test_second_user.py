@@ -428,13 +428,13 @@ def test_a_process_that_claims_to_be_a_shim_is_none(
 def test_a_gpu_program_that_claims_to_be_the_agents_is_foreign(
     node: Node, pretend: Callable[..., int]
 ) -> None:
-    from relaunch.agent import tools
+    from relaunch.agent import search, tools
     from relaunch.agent.node import gpu_users
 
     claims = {tools.HOLD_VARIABLE: "diagnose", "RELAUNCH_NODE_STATE": str(node.state)}
     pid = pretend(claims, dumpable=False)
     assert gpu_users.select_own(node.state, [pid]) == []
-    assert tools.find_leftovers(node.state) == []
+    assert search.find_leftovers(node.state) == []
     (node.state / "held.json").write_text("{}")  # an examination was killed
     expect_done(node.prepare(1, ranks=[0]))
     assert is_alive(pid)

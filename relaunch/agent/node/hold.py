@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
 
-from relaunch.agent import processes, tools
+from relaunch.agent import processes, search
 from relaunch.agent.node import reboots
 from relaunch.agent.protocol import Json, Refusal, Token, now, parse_token
 from relaunch.agent.ranks import journal
@@ -143,7 +143,7 @@ def hold_exclusive(state: Path, by: str, id: str, fleet: str = "") -> Iterator[L
                 pass
         yield left
     finally:
-        if not tools.find_leftovers(state):
+        if not search.find_leftovers(state):
             _remove_record(state)
         os.close(handle)
 
@@ -155,7 +155,7 @@ def _end_leftovers(state: Path) -> List[int]:
     """
     if not (state / HOLDER_FILE).exists():
         return []
-    left = tools.kill_leftovers(state)
+    left = search.kill_leftovers(state)
     if not left:
         _remove_record(state)
     return left
@@ -228,9 +228,11 @@ def list_living(state: Path, include_doomed: bool = True) -> Tuple[List[Json], L
         for generation in job.list_generations()[-1:]:
             groups.update(generation.groups)
     pids = []
-    for process in processes.find_by_token("", lambda rest: True, str(state), groups):
+    # What cannot be read does not keep this node from a repair: the repair may be its remedy.
+    found = search.find_by_token("", lambda text: True, str(state), groups)
+    for process in found.processes:
         if include_doomed or not is_kill_pending(process.pid):
-            token = _read_token(process.pid)
+            token = parse_token(found.tokens.get(process.pid, ""))
             if _is_only_claimed(state, process, token, groups):
                 continue
             pids.append(process.pid)
@@ -261,20 +263,6 @@ def _add_fleet(state: Path, token: Token) -> Json:
         "fleet"
     )
     return {**token.json, "fleet": fleet} if fleet else token.json
-
-
-def _read_token(pid: int) -> Optional[Token]:
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            variables = file.read().split(b"\0")
-    except OSError:
-        return None
-    for variable in variables:
-        if variable.startswith(b"RELAUNCH_TOKEN="):
-            token = parse_token(variable.decode(errors="replace").partition("=")[2])
-            if token is not None:
-                return token
-    return None
 
 
 def is_kill_pending(pid: int) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from typing import Callable, Iterable, Iterator, List, Optional, Set
+from typing import Callable, Iterable, Iterator, List, Optional, Set, Tuple
 
 from relaunch.agent import processes
 from relaunch.agent.protocol import Json, now
@@ -101,6 +101,8 @@ class ClientWork:
         """The number of the last search that was asked for."""
         self.left: List[processes.Process] = []
         """What the last search has found: it is not below the shim."""
+        self.unread: List[processes.Process] = []
+        """What the last search could not look into: it may be such a process, or of anybody."""
         self._searched = 0
         """The number of the last search that was answered."""
         self._proving: Optional[int] = None
@@ -144,7 +146,7 @@ class ClientWork:
             self._empty_at = now()
         if self._searched < self.search:
             return False
-        if self._proving is not None and not self.left:
+        if self._has_proof():
             return True
         self.search += 1
         if self._proving is None and now() >= self._empty_at + SETTLE_TIME:
@@ -157,16 +159,32 @@ class ClientWork:
         if message["searched"] != self.search:
             return False
         self._searched = self.search
-        started = dict(message["left"])
-        found = [processes.read_process(pid) for pid in started]
-        self.left = [
+        self.left = _read_processes(message["left"])
+        self.unread = _read_processes(message["unread"])
+        return self._has_proof()
+
+    def _has_proof(self) -> bool:
+        """Return whether the last search proves that nothing is left."""
+        return self._proving is not None and not self.left and not self.unread
+
+    def list_unfinished(self) -> List[processes.Process]:
+        """Return what keeps a stop from its end, of what the last search has told."""
+        return [
             process
-            for process in found
-            if process is not None and process.started == started[process.pid]
+            for process in (*self.left, *self.unread)
+            if processes.is_alive(process.pid, process.started)
         ]
-        return self._proving is not None and not self.left
 
     def list_first(self) -> List[processes.Process]:
         """Return those of what is left that none of it has forked: they pass a signal on."""
         pids = {process.pid for process in self.left}
         return [process for process in self.left if process.parent not in pids]
+
+
+def _read_processes(identities: List[Tuple[int, int]]) -> List[processes.Process]:
+    """Return those of these processes, by pid and start time, that still are in /proc."""
+    return [
+        process
+        for pid, started in identities
+        if (process := processes.read_process(pid)) is not None and process.started == started
+    ]

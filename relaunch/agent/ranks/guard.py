@@ -11,10 +11,11 @@ import os
 import signal
 from typing import Dict, List, Tuple
 
-from relaunch.agent import processes
+from relaunch.agent import processes, search
 from relaunch.agent.loop import Channel, Loop
 from relaunch.agent.protocol import Json, Token, now
 from relaunch.agent.ranks import cgroup
+from relaunch.agent.search import SearchResult
 
 PING_INTERVAL = 2.0
 """Seconds between keep-alive messages to the shim."""
@@ -105,8 +106,14 @@ class Guard:
         while True:
             if self.search > self.answered:
                 self.answered = self.search
-                left = [(process.pid, process.started) for process in self._search_node()]
-                self.link.send({"searched": self.answered, "left": left})
+                left, unread, _ = self._search_node()
+                self.link.send(
+                    {
+                        "searched": self.answered,
+                        "left": [(process.pid, process.started) for process in left],
+                        "unread": [(process.pid, process.started) for process in unread],
+                    }
+                )
             self.loop.run_once(self._next_deadline())
             if now() >= self.pinged_at + PING_INTERVAL:
                 self.pinged_at = now()
@@ -193,38 +200,44 @@ class Guard:
             self.link.send({"fenced": now()})
         if self.cgroup is not None:
             cgroup.kill(self.cgroup)
-        left = self._find_left()
+        left, unread = self._find_left()
         for process in left:
             processes.kill(process, signal.SIGKILL)
         if self.has_clients and self.give_up_at is None:
-            # After what is below the shim: this reads of each process, and may block on one.
+            # After what is below the shim: this takes longer.
             self._search_node()
         self.pause = min(SCAN_INTERVALS[1], self.pause * 2) if left else SCAN_INTERVALS[1]
         self.scan_at = now() + self.pause
-        return self.give_up_at is None or (bool(left) and now() < self.give_up_at)
+        return self.give_up_at is None or (bool(left or unread) and now() < self.give_up_at)
 
-    def _find_left(self) -> List[processes.Process]:
+    def _find_left(self) -> Tuple[List[processes.Process], List[processes.Process]]:
+        """Return what is left, and what may be left: its environment cannot be read now."""
         if self.give_up_at is None:
-            return self._find_below()
-        named = self._find_named(self.groups)
-        return named + (cgroup.list_members(self.cgroup) if self.cgroup is not None else [])
+            return self._find_below(), []
+        left, unread, _ = self._find_named(self.groups)
+        return left + (cgroup.list_members(self.cgroup) if self.cgroup is not None else []), unread
 
-    def _search_node(self) -> List[processes.Process]:
-        """Return what has this generation's token, and kill it if that is due.
+    def _search_node(self) -> SearchResult:
+        """Return what has this generation's token, or may have it; kill the former if that is due.
 
         For what a daemon has started, which is not below the shim.
         """
-        found = processes.add_dying(self._find_named({}), self.killed)
+        found = self._find_named({})
+        found = found._replace(processes=processes.add_dying(found.processes, self.killed))
         if self._is_overdue():
-            for process in found:
+            for process in found.processes:
                 processes.kill(process, signal.SIGKILL)
-            self.killed = found
+            self.killed = found.processes
         return found
 
-    def _find_named(self, groups: Dict[int, int]) -> List[processes.Process]:
-        """Return what has the token of this generation, or belongs to these groups."""
-        return processes.find_by_token(
-            self.token.text, lambda rest: rest == "", self.node_state, groups
+    def _find_named(self, groups: Dict[int, int]) -> SearchResult:
+        """Find what has the token of this generation, or belongs to these groups."""
+        return search.find_by_token(
+            self.token.text,
+            lambda rest: rest == "",
+            self.node_state,
+            groups,
+            since=self.shim.started,
         )
 
 

@@ -342,11 +342,7 @@ class Shim:
                 processes.kill(process, signal.SIGKILL)
             if self.cgroup is not None:
                 cgroup.kill(self.cgroup)
-            left += [
-                process
-                for process in self.client_work.left
-                if processes.is_alive(process.pid, process.started)
-            ]
+            left += self.client_work.list_unfinished()
             # Without any, the guard's search has no answer: the callers take that for silence.
             if left and now() >= self.kill_at + STUCK_NOTICE_DELAY:
                 self._report_stuck(left)
@@ -386,7 +382,13 @@ class Shim:
         for caller, _ in self.stoppers:
             if self.reported_stuck.get(caller) != pids:
                 self.reported_stuck[caller] = pids
-                caller.send({"stuck": [(process.pid, process.started) for process in left]})
+                unread = {process.pid for process in self.client_work.unread}
+                caller.send(
+                    {
+                        "stuck": [(process.pid, process.started) for process in left],
+                        "unread": [process.pid for process in left if process.pid in unread],
+                    }
+                )
 
     def _confirm(self) -> None:
         """Confirm the end to the callers that ordered the stop.

@@ -10,21 +10,15 @@ import os
 import signal
 import socket
 import time
-from contextlib import suppress
-from typing import BinaryIO, Callable
+from typing import BinaryIO
 
-from relaunch.agent import processes, tools
+from relaunch.agent import processes, search
 from relaunch.agent.loop import parse
 from relaunch.agent.node import gpu_users
 from relaunch.agent.protocol import Json, Order, Refusal, line
 from relaunch.agent.ranks import cgroup, find_shims
 from relaunch.agent.state import Generation, JobState
 
-SCAN_TIMEOUT = 2.0
-"""Timeout in seconds for reading the environment of every process.
-
-A busy machine with thousands of processes takes a tenth of a second.
-"""
 RESTORE_TIMEOUT = 3.0
 """Timeout in seconds for a shim to restore its files. A signal makes it check at once."""
 ACKNOWLEDGE_TIMEOUT = 1.0
@@ -85,33 +79,23 @@ def find_living(job: JobState) -> list[Generation]:
 
     Return an empty list if the records are complete. Shims are found by the lock file that they
     hold open, ranks by the token in their environment.
+
+    Raises:
+        Refusal: The environment of some process cannot be read, and the job was here before.
     """
     if job.is_recorded():
         return []
     orders = set(find_shims.find_shims(job.state, job.path.name))
-    if orders or job.list_generations():
-        orders |= _find_ranks(job)
-    else:
-        # Most likely the first launch of a job. Reading the environment of a process that hangs in
-        # the kernel may block; the timeout keeps it from blocking every launch on this node.
-        answer = tools.run_bounded(lambda: {"orders": sorted(_find_ranks(job))}, SCAN_TIMEOUT)
-        orders = {
-            (submission, number) for submission, number in (answer or {"orders": []})["orders"]
-        }
+    was_here = bool(orders or job.list_generations())
+    found = search.find_by_token(
+        f"{job.token_prefix}/", lambda rest: _parse_order(rest) is not None, str(job.state), {}
+    )
+    orders.update(order for rest in found.tokens.values() if (order := _parse_order(rest)))
+    # Without a trace of the job, this is most likely its first launch: one process that hangs is
+    # not to keep all jobs from this node.
+    if found.unread and was_here:
+        raise _make_unread_refusal({process.pid for process in found.unread})
     return [job.generation(order) for order in sorted(orders)]
-
-
-def _find_ranks(job: JobState) -> set[Order]:
-    orders: set[Order] = set()
-
-    def add_order(rest: str) -> bool:
-        order = _parse_order(rest)
-        if order is not None:
-            orders.add(order)
-        return order is not None
-
-    processes.find_by_token(f"{job.token_prefix}/", add_order, str(job.state), {})
-    return orders
 
 
 def await_records(generation: Generation) -> bool:
@@ -206,22 +190,31 @@ def _await_end(
     deadline = time.monotonic() + stuck_after
     answer: Json | None = message
     while answer is not None and "stuck" in answer:
-        named = answer["stuck"]
+        named, unread = answer["stuck"], answer.get("unread", ())  # agents of 0.1.0 know no unread
         caller.settimeout(max(0.01, deadline - time.monotonic()))
         try:
             answer = parse(answers.readline())
         except OSError:
-            left = [pid for pid, started in named if processes.is_alive(pid, started)]
-            if not left:
+            living = {pid for pid, started in named if processes.is_alive(pid, started)}
+            if not living:
                 raise
-            raise _make_stuck_refusal(left, stuck_after) from None
+            raise _make_stuck_refusal(living.difference(unread), living, stuck_after) from None
     return answer
 
 
-def _make_stuck_refusal(pids: list[int], stuck_after: float) -> Refusal:
-    """Return the refusal that names the processes that do not die, and the remedy."""
-    foreign = [pid for pid in pids if not processes.can_signal(pid)]
-    groups = [pid for pid in pids if pid not in foreign and not processes.can_signal_group(pid)]
+def _make_stuck_refusal(left: set[int], named: set[int], stuck_after: float) -> Refusal:
+    """Return the refusal that names the processes that do not die, and the remedy.
+
+    Args:
+        left: What is left of the ranks. If it is empty, nothing that could be read is.
+        named: These, and what cannot be read, by pid.
+    """
+    foreign = [pid for pid in sorted(left) if not processes.can_signal(pid)]
+    groups = [
+        pid for pid in sorted(left) if pid not in foreign and not processes.can_signal_group(pid)
+    ]
+    if not left:
+        return _make_unread_refusal(named)
     if foreign or groups:
         names = [gpu_users.describe(foreign)] if foreign else []
         names += [f"process group {leader}" for leader in groups]
@@ -231,19 +224,19 @@ def _make_stuck_refusal(pids: list[int], stuck_after: float) -> Refusal:
         )
     else:
         text = (
-            f"{stuck_after:g} s after SIGKILL there still is {gpu_users.describe(pids)}; "
+            f"{stuck_after:g} s after SIGKILL there still is {gpu_users.describe(sorted(left))}; "
             "this node needs a reboot"
         )
-    return Refusal("stuck", text, pids=pids)
+    return Refusal("stuck", text, pids=sorted(named))
 
 
-def _make_blocked_refusal(stuck_after: float) -> Refusal:
+def _make_unread_refusal(pids: set[int]) -> Refusal:
     text = (
-        f"what is left of the job's ranks is not known after {stuck_after:g} s: the environment "
-        "of some process of this node cannot be read, because it hangs in the kernel; "
-        "this node needs a reboot"
+        "whether something of the job is left is not known: the environment of "
+        f"{gpu_users.describe(sorted(pids))} cannot be read, because it hangs in the kernel; "
+        "unless it ends, this node needs a reboot"
     )
-    return Refusal("stuck", text, pids=[])
+    return Refusal("stuck", text, pids=sorted(pids))
 
 
 def _signal(identity: tuple[int, int] | None, number: int) -> bool:
@@ -298,22 +291,6 @@ def _parse_order(rest: str) -> Order | None:
     )
 
 
-def _run_search(search: Callable[[], Json], timeout: float) -> Json | None:
-    """Search all processes of the node; return None without an answer.
-
-    Reading the environment of a process that hangs in the kernel may block.
-    """
-    until = time.monotonic() + timeout
-    answer = None
-    with suppress(OSError):
-        answer = tools.run_bounded(search, timeout)
-    if answer is None and time.monotonic() < until:
-        # No process can be started, or no descriptor is left: better without a limit than not at
-        # all. What blocks does not end early.
-        return search()
-    return answer
-
-
 def _kill_rest(
     job: JobState,
     unproven: list[Generation],
@@ -329,6 +306,10 @@ def _kill_rest(
         Refusal: Something is left after `stuck_after` seconds.
     """
     found_orders: set[Order] = set()
+    # What is older than the oldest shim cannot be a rank of it: the generations before it were
+    # proven gone when it was prepared.
+    shims = [generation.identity("shim") for generation in unproven]
+    since = 0 if unrecorded else min((shim or (0, 0))[1] for shim in shims)
     groups = {
         **unrecorded,
         **{pid: started for generation in unproven for pid, started in generation.groups.items()},
@@ -339,40 +320,21 @@ def _kill_rest(
         if (folder := generation.cgroup) is not None
     ]
 
-    caller = os.getpid()
-
-    def search() -> Json:
-        orders: set[Order] = set()
-
-        def is_covered(rest: str) -> bool:
-            order = _parse_order(rest)
-            if order is None or order > below:
-                return False
-            orders.add(order)
-            return True
-
-        own = (caller, os.getppid())
-        found = processes.find_by_token(
-            f"{job.token_prefix}/", is_covered, str(job.state), groups, own
-        )
-        return {"found": found, "orders": sorted(orders)}
+    def is_covered(rest: str) -> bool:
+        order = _parse_order(rest)
+        if order is None or order > below:
+            return False
+        found_orders.add(order)
+        return True
 
     deadline = time.monotonic() + stuck_after
     pause = 0.005
     killed: list[processes.Process] = []
     while True:
-        answer = _run_search(search, max(SCAN_TIMEOUT, deadline - time.monotonic()))
-        if answer is None:
-            for _, folder in cgroups:
-                cgroup.kill(folder)
-            if time.monotonic() > deadline:
-                raise _make_blocked_refusal(stuck_after)
-            time.sleep(pause)
-            pause = min(0.1, pause * 2)
-            continue
-        found_orders.update((submission, number) for submission, number in answer["orders"])
-        found = [processes.Process(*fields) for fields in answer["found"]]
-        left = processes.add_dying(found, killed)
+        found = search.find_by_token(
+            f"{job.token_prefix}/", is_covered, str(job.state), groups, (os.getppid(),), since
+        )
+        left = processes.add_dying(found.processes, killed)
         # These get no signal: nothing tells whether a pid has been reused.
         hidden = processes.find_hidden(groups, left)
         for order, folder in cgroups:
@@ -381,7 +343,7 @@ def _kill_rest(
                 found_orders.add(order)
                 left += members
             cgroup.kill(folder)
-        if not left and not hidden:
+        if not left and not hidden and not found.unread:
             for _, folder in cgroups:
                 cgroup.remove(folder)
             return found_orders
@@ -390,6 +352,7 @@ def _kill_rest(
         killed = left
         if time.monotonic() > deadline:
             pids = {process.pid for process in (*left, *hidden)}
-            raise _make_stuck_refusal(sorted(pids), stuck_after)
+            named = pids.union(process.pid for process in found.unread)
+            raise _make_stuck_refusal(pids, named, stuck_after)
         time.sleep(pause)
         pause = min(0.1, pause * 2)

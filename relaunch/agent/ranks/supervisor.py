@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from typing import Dict, Iterable, Tuple
 
-from relaunch.agent import processes
+from relaunch.agent import processes, search
 from relaunch.agent.failpoints import reach_failpoint
 from relaunch.agent.loop import Channel, Loop, is_from_this_user
 from relaunch.agent.node import gpu_users, kernel_log
@@ -305,14 +305,18 @@ class Supervisor:
         while True:
             if folder is not None:
                 cgroup.kill(folder)
-            carriers = processes.find_by_token(
-                self.token.text, lambda rest: rest == "", str(self.generation.state), groups
+            found = search.find_by_token(
+                self.token.text,
+                lambda rest: rest == "",
+                str(self.generation.state),
+                groups,
+                since=(self.generation.identity("shim") or (0, 0))[1],
             )
-            left = processes.add_dying(carriers, killed)
+            left = processes.add_dying(found.processes, killed)
             hidden = processes.find_hidden(groups, left)
             left += cgroup.list_members(folder) if folder is not None else []
-            if not (left or hidden) or time.monotonic() > deadline:
-                return sorted({process.pid for process in (*left, *hidden)})
+            if not (left or hidden or found.unread) or time.monotonic() > deadline:
+                return sorted({process.pid for process in (*left, *hidden, *found.unread)})
             for process in left:
                 processes.kill(process, signal.SIGKILL)
             killed = left
