@@ -380,7 +380,7 @@ class Node:
             if entry.name.isdigit():
                 try:
                     parents[int(entry.name)] = int(
-                        (entry / "stat").read_text().rsplit(")", 1)[1].split()[1]
+                        (entry / "stat").read_bytes().rsplit(b")", 1)[1].split()[1]
                     )
                 except (FileNotFoundError, ProcessLookupError):
                     continue

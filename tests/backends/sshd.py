@@ -89,7 +89,9 @@ def children_of(pids: Iterable[int]) -> dict[int, list[int]]:
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with contextlib.suppress(OSError):
-                parent = int(Path("/proc", entry, "stat").read_text().rsplit(")", 1)[1].split()[1])
+                parent = int(
+                    Path("/proc", entry, "stat").read_bytes().rsplit(b")", 1)[1].split()[1]
+                )
                 found.setdefault(parent, []).append(int(entry))
     return found
 

@@ -425,7 +425,7 @@ def children_of(pid: int) -> list[int]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
         except OSError:
             continue
         if int(fields[1]) == pid and fields[0] not in "ZX":

@@ -91,7 +91,7 @@ def left_behind(host: Sshd) -> list[int]:
         try:
             if (
                 entry.name.isdigit()
-                and (entry / "comm").read_text() == "relaunch-stay\n"
+                and (entry / "comm").read_bytes() == b"relaunch-stay\n"
                 and mark in (entry / "environ").read_bytes()
             ):
                 found.append(int(entry.name))

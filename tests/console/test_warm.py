@@ -41,7 +41,7 @@ def warm_of(up: int) -> int | None:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             command = (folder / "cmdline").read_bytes().split(b"\0")
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            parent = int((folder / "stat").read_bytes().rpartition(b")")[2].split()[1])
         except OSError:
             continue
         if parent == up and b"warm" in command:

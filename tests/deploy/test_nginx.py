@@ -415,7 +415,7 @@ def list_listening(root: int) -> set[str]:
     parents: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            fields = stat.read_text().rpartition(")")[2].split()
+            fields = stat.read_bytes().rpartition(b")")[2].split()
             parents[int(stat.parent.name)] = int(fields[1])
     family = {root}
     while more := {pid for pid, parent in parents.items() if parent in family} - family:
