@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from real_node import Node, expect_done, is_alive, read_name, wait_for
@@ -46,6 +48,35 @@ def run_with_stray(node: Node) -> tuple[dict[str, int], int, Path]:
         return strays[0] if own <= members and strays else None
 
     return pids, wait_for(find, "the guard moves nothing into the control group"), Path(folder)
+
+
+def remove_first(monkeypatch: pytest.MonkeyPatch, holder: Any, name: str) -> None:
+    """Have another launch remove all empty groups once, right before this call."""
+    real, own = getattr(holder, name), cgroup._find_own()
+    assert own is not None
+
+    def call(*arguments: Any) -> Any:
+        monkeypatch.setattr(holder, name, real)
+        cgroup._remove_empty(own)
+        return real(*arguments)
+
+    monkeypatch.setattr(holder, name, call)
+
+
+def test_a_group_that_another_launch_removes_is_made_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if cgroup.make_group(tmp_path) is None:
+        pytest.skip("no control group can be made here")
+    remove_first(monkeypatch, os, "access")
+    folder = cgroup.make_group(tmp_path)
+    assert folder is not None
+    with subprocess.Popen(["sleep", "1000"]) as rank:
+        remove_first(monkeypatch, cgroup, "_write")
+        cgroup.move_processes(folder, [rank.pid])
+        assert [process.pid for process in cgroup.list_members(folder)] == [rank.pid]
+        rank.kill()
+    cgroup.remove(folder)
 
 
 def test_a_killed_shim_leaves_no_process_without_an_environment(node: Node) -> None:

@@ -16,6 +16,8 @@ from typing import Iterable, List, Optional
 from relaunch.agent import processes
 
 PREFIX = "relaunch-"
+MAX_TRIES = 3
+"""Maximum number of tries to move a process, if its control group is removed each time."""
 
 
 def _find_own() -> Optional[Path]:
@@ -50,7 +52,9 @@ def make_group(generation: Path) -> Optional[str]:
         folder.mkdir(exist_ok=True)
     except OSError:  # no permission, or read-only
         return None
-    return str(folder) if os.access(folder / "cgroup.procs", os.W_OK) else None
+    # Another launch may have removed it, because it is empty still: it is created again then.
+    is_writable = os.access(folder / "cgroup.procs", os.W_OK) or not folder.exists()
+    return str(folder) if is_writable else None
 
 
 def _remove_empty(own: Path) -> None:
@@ -74,12 +78,16 @@ def remove(folder: str) -> None:
 
 def move_processes(folder: str, pids: Iterable[int]) -> None:
     """Move processes into a control group, skipping those that have exited."""
-    os.makedirs(folder, exist_ok=True)
     for pid in pids:
-        try:
-            _write(f"{folder}/cgroup.procs", str(pid))
-        except OSError:
-            continue
+        for _ in range(MAX_TRIES):
+            try:
+                os.makedirs(folder, exist_ok=True)
+                _write(f"{folder}/cgroup.procs", str(pid))
+            except FileNotFoundError:  # another launch has removed it meanwhile: it is empty still
+                continue
+            except OSError:
+                pass
+            break
 
 
 def _write(path: str, text: str) -> None:
