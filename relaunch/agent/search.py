@@ -124,16 +124,17 @@ def find_leftovers(state: Path) -> List[int]:
 
 def kill_leftovers(state: Path) -> List[int]:
     """Kill the processes that a dead holder left behind; return those that do not die."""
-    deadline = time.monotonic() + tools.KILL_TIMEOUT
-    while True:
-        left = find_leftovers(state)
-        if not left or time.monotonic() > deadline:
-            return left
+    deadline = None
+    while left := find_leftovers(state):
+        if deadline is not None and time.monotonic() > deadline:
+            break
         for pid in left:
             process = processes.read_process(pid)
             if process is not None:
                 processes.kill(process, signal.SIGKILL)
+        deadline = deadline or time.monotonic() + tools.KILL_TIMEOUT
         time.sleep(0.005)
+    return left
 
 
 def _read_environments(

@@ -315,10 +315,10 @@ class Supervisor:
             left = processes.add_dying(found.processes, killed)
             hidden = processes.find_hidden(groups, left)
             left += cgroup.list_members(folder) if folder is not None else []
-            if not (left or hidden or found.unread) or time.monotonic() > deadline:
-                return sorted({process.pid for process in (*left, *hidden, *found.unread)})
             for process in left:
                 processes.kill(process, signal.SIGKILL)
+            if not (left or hidden or found.unread) or time.monotonic() > deadline:
+                return sorted({process.pid for process in (*left, *hidden, *found.unread)})
             killed = left
             time.sleep(0.01)
 
