@@ -410,19 +410,20 @@ class Node:
     def kill_everything(self) -> None:
         """Kill all, as a power cut would: no process is left to record how the others ended."""
 
-        def all_get(number: signal.Signals) -> None:
-            for pid in self.list_processes():
+        def all_get(number: signal.Signals, without: set[int]) -> set[int]:
+            """Signal all but these; return which."""
+            pids = set(self.list_processes()) - without
+            for pid in pids:
                 try:
                     os.kill(pid, number)
                 except ProcessLookupError:
                     continue
+            return pids
 
-        def none_left() -> bool:
-            all_get(signal.SIGKILL)
-            return not self.list_processes()
-
-        all_get(signal.SIGSTOP)
-        wait_for(none_left)
+        stopped: set[int] = set()
+        while more := all_get(signal.SIGSTOP, stopped):  # one may fork before it is stopped
+            stopped |= more
+        wait_for(lambda: not all_get(signal.SIGKILL, set()))
         self._remove_cgroups()
         if self.process is not None:
             self.await_session_end()
