@@ -5,17 +5,20 @@ Its clock may have stood still during the pause.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
+import socket
 import struct
 import subprocess
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from real_node import Node, Stream, boottime, is_alive, wait_for
+from real_node import Node, Stream, boottime, expect_done, is_alive, wait_for
 from test_lease import find_fence, goes_on, launch, renewing
 
 from relaunch.agent.ranks.lease import (
@@ -242,12 +245,14 @@ def make_shifted_node(tmp_path: Path, agent: Path, clock_library: Path) -> Any:
         node.kill_everything()
 
 
+@pytest.mark.parametrize(("is_renewed", "expected"), [(True, "isolated"), (False, "never_watched")])
 def test_a_peer_whose_clock_went_on_shows_that_ours_stood_still(
-    make_node: Callable[..., Node], make_shifted_node: Any
+    make_node: Callable[..., Node], make_shifted_node: Any, is_renewed: bool, expected: str
 ) -> None:
     """To n1 it is the same whether its own clock stood still or that of n2 went on."""
     first, second = make_node("n1"), make_shifted_node("n2")
-    launch([first, second], [60.0, 1e8], [[1], [0]], fence_after=60.0)
+    leases = [60.0, 1e8]
+    launch([first, second], leases, [[1], [0]], fence_after=60.0, is_renewed=is_renewed)
     shifts = iter(range(300, 10**7, 300))
 
     def is_fenced_by_now() -> bool:
@@ -256,8 +261,10 @@ def test_a_peer_whose_clock_went_on_shows_that_ours_stood_still(
         )  # again and again: a shift before the first comparison shows nothing
         return bool(find_fence(first))
 
+    began = boottime()
     wait_for(is_fenced_by_now)
-    assert find_fence(first)["why"] == "isolated"
+    assert boottime() - began < 50.0, "it did not wait for the end of its lease"
+    assert find_fence(first)["why"] == expected
     assert not find_fence(second)
 
 
@@ -329,3 +336,124 @@ def test_a_silent_peer_is_no_reason_to_fence_while_leased(make_node: Callable[..
     begin = boottime()
     wait_for(lambda: boottime() > begin + 2.5)
     assert not find_fence(first)
+
+
+class Way:
+    """A port that leads to a node's port for peers, and is closed as soon as that one is."""
+
+    def __init__(self, port: int) -> None:
+        self.to = port
+        self.answers: list[bytes] = []
+        """What came back to each question; empty where the peer hung up."""
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self.listener.getsockname()[1]
+        self.thread = threading.Thread(target=self._relay)
+        self.thread.start()
+
+    def count(self, *, is_answered: bool) -> int:
+        return sum(bool(answer) is is_answered for answer in self.answers)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # it may be closed already
+            self.listener.shutdown(socket.SHUT_RDWR)
+        self.thread.join()
+
+    def _relay(self) -> None:
+        with self.listener:
+            while True:
+                try:
+                    caller, _ = self.listener.accept()
+                except OSError:
+                    return
+                with caller:
+                    try:
+                        self.answers.append(self._ask(caller))
+                        caller.sendall(self.answers[-1])
+                    except ConnectionRefusedError:
+                        return
+                    except OSError:  # the one that asked is gone
+                        continue
+
+    def _ask(self, caller: socket.socket) -> bytes:
+        question = caller.makefile("rb").readline()
+        with socket.create_connection(("127.0.0.1", self.to)) as peer:
+            try:
+                peer.sendall(question)
+                return peer.makefile("rb").readline()
+            except ConnectionError:
+                return b""
+
+
+@pytest.fixture
+def make_way() -> Iterator[Callable[[int], Way]]:
+    ways: list[Way] = []
+
+    def make(port: int) -> Way:
+        ways.append(Way(port))
+        return ways[-1]
+
+    yield make
+    for way in ways:
+        way.close()
+
+
+def prepare(node: Node, rank: int) -> int:
+    """Prepare a rank with times that no test waits for, and return the port for peers."""
+    prepared = expect_done(node.prepare(1, [rank], **LONG, valid_for=60.0))
+    return int(prepared["peer_port"])
+
+
+def start(node: Node, number: int, peers: dict[str, int]) -> int:
+    """Start the rank on node n<number> with these peers' ports, and return its pid."""
+    listed = [{"node": name, "address": "127.0.0.1", "port": port} for name, port in peers.items()]
+    started = node.start(1, ranks=1, node=f"n{number}", secret="ab", peers=listed)
+    return int(next(iter(expect_done(started)["pids"].values())))
+
+
+def test_a_machine_paused_before_its_first_renewal_fences(
+    make_node: Callable[..., Node], make_way: Callable[[int], Way]
+) -> None:
+    """By its own clock its first lease has only begun, and its gang was stopped meanwhile."""
+    first, second = make_node("n1"), make_node("n2")
+    way = make_way(prepare(first, 0))
+    own = prepare(second, 1)
+    start(first, 1, {"n2": own})
+    rank = start(second, 2, {"n1": way.port})
+    wait_for(lambda: way.count(is_answered=True), "n2 does not ask before it is renewed")
+    paused = second.list_processes()
+    for pid in paused:
+        os.kill(pid, signal.SIGSTOP)
+    expect_done(first.stop())
+    for pid in paused:
+        os.kill(pid, signal.SIGCONT)
+    fence = wait_for(lambda: find_fence(second))
+    assert (fence["why"], "lives on n1" in fence["reason"]) == ("never_watched", True)
+    wait_for(lambda: not is_alive(rank))
+
+
+def test_a_peer_that_is_not_started_yet_does_no_harm(
+    make_node: Callable[..., Node], make_way: Callable[[int], Way]
+) -> None:
+    """n2 is prepared and hangs up, n3 refuses, and no controller watches n1 yet."""
+    first, second = make_node("n1"), make_node("n2")
+    own, way = prepare(first, 0), make_way(prepare(second, 1))
+    rank = start(first, 1, {"n2": way.port, "n3": 1})
+    wait_for(lambda: way.count(is_answered=False) >= 3)
+    assert not way.count(is_answered=True)
+    assert not find_fence(first)
+    start(second, 2, {"n1": own})
+    wait_for(lambda: way.count(is_answered=True) >= 2)
+    watch = first.watch()
+    watch.renew()
+    goes_on(watch, 0.5)
+    assert is_alive(rank)
+    assert not find_fence(first)
+
+
+def test_peers_do_not_extend_the_first_lease(make_node: Callable[..., Node]) -> None:
+    """Both live, and neither is ever renewed: with a lease of 1 s they ask twice a second."""
+    nodes = [make_node("n1"), make_node("n2")]
+    launch(nodes, [1.0, 60.0], [[1], [0]], fence_after=60.0, is_renewed=False)
+    fence = wait_for(lambda: find_fence(nodes[0]))
+    assert (fence["why"], "of its start" in fence["reason"]) == ("never_watched", True)
+    assert not find_fence(nodes[1])

@@ -112,11 +112,16 @@ def test_one_node_that_was_never_watched_stops(node: Node) -> None:
 
 
 def launch(
-    nodes: list[Node], leases: list[float], lists: list[list[int]], **more: Any
+    nodes: list[Node],
+    leases: list[float],
+    lists: list[list[int]],
+    *,
+    is_renewed: bool = True,
+    **more: Any,
 ) -> list[Stream]:
     """Run one rank on each node, asking those that it lists.
 
-    Renew each once, and return the watches.
+    Renew each once, if asked, and return the watches.
     """
     times = {name: more.pop(name) for name in list(more) if name in SHORT}
     own = []
@@ -137,7 +142,8 @@ def launch(
         assert started is not None
         assert started["outcome"] == "done"
         watches.append(node.watch())
-        watches[-1].renew()
+        if is_renewed:
+            watches[-1].renew()
     return watches
 
 

@@ -136,7 +136,7 @@ class Shim:
     """For how long the clock has stood still since it was prepared, and that is not found out."""
     standstills: Standstills = field(default_factory=Standstills)
     known: set[int] = field(default_factory=set)
-    """Peers that have answered since the first renewal: only their refusal counts."""
+    """Peers that have answered: only their refusal counts."""
     alone_since: float = -NEVER
     """Since when no peer knows this generation any more and no watcher is connected."""
 
@@ -363,12 +363,7 @@ class Node:
 
     def see_alone(self, shim: Shim, now: float) -> None:
         """Fence a generation that no peer knows any more and that has no watcher."""
-        if (
-            shim.state is not State.RUNNING
-            or shim.lease is None
-            or not shim.lease.renewed
-            or not shim.lease.fences
-        ):
+        if shim.state is not State.RUNNING or shim.lease is None or not shim.lease.fences:
             return
         shim.alone_since = min(shim.alone_since, now)
         if self.broken is not Broken.GOES_ON_ALONE:

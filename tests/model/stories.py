@@ -486,6 +486,20 @@ def a_machine_paused_with_its_clock_wakes_beside_the_next_generation(world: Worl
     run(world, 20)
 
 
+def a_machine_is_paused_with_its_clock_before_its_first_renewal(world: World) -> None:
+    """Its first lease has only begun, by its own clock, when its gang has been stopped."""
+    world.launch((0, 1))
+    run(world, 4)
+    shim = world.nodes[1].shim(1)
+    assert shim is not None and shim.lease is not None
+    assert shim.known and not shim.lease.renewed
+    world.sleep(1, asking=False, clock_stands=True)
+    cut(world, 1)
+    recover(world, 0, 2)
+    world.nodes[1].wake(world.now)
+    run(world, 20)
+
+
 def another_server_has_a_job_of_the_name(world: World) -> None:
     begin(world, 0, 1)
     other_server_launches(world, 1)
@@ -545,6 +559,7 @@ STORIES: dict[Broken, Story] = {
 MORE: tuple[tuple[Broken, Story], ...] = (
     (Broken.NO_HOPS, all_but_one_of_eighteen_are_lost),
     (Broken.ANY_PLACE, two_machines_change_names),
+    (Broken.GOES_ON_ALONE, a_machine_is_paused_with_its_clock_before_its_first_renewal),
 )
 """Other ways around a rule that has a story already."""
 
@@ -567,6 +582,19 @@ def a_machine_paused_with_its_clock_finds_no_peer(world: World) -> None:
     lose(world, 1)
     world.nodes[1].wake(world.now)
     world.check()
+
+
+def a_machine_is_paused_with_its_clock_before_a_peer_answered(world: World) -> None:
+    """All refuse to be asked when it wakes, which proves nothing of a peer that never answered."""
+    part(world, 1)
+    world.launch((0, 1))
+    run(world, 4)
+    world.sleep(1, asking=False, clock_stands=True)
+    cut(world, 1)
+    recover(world, 0, 2)
+    world.cut_peers.clear()
+    world.nodes[1].wake(world.now)
+    world.tick()
 
 
 def all_processes_but_the_ranks_are_stopped(world: World) -> None:
@@ -609,6 +637,7 @@ def a_node_declared_dead_vouches_for_another(world: World) -> None:
 LIMITS: tuple[tuple[Limit, Story, int | None], ...] = (
     (Limit.OVERSLEPT, a_node_wakes_beside_the_next_generation, 1),
     (Limit.CLOCK_STOOD, a_machine_paused_with_its_clock_finds_no_peer, ALIVE_ALONE),
+    (Limit.CLOCK_STOOD, a_machine_is_paused_with_its_clock_before_a_peer_answered, ALIVE_ALONE),
     (Limit.ALL_STOPPED, all_processes_but_the_ranks_are_stopped, None),
     (Limit.PLACE_UNKNOWN, a_launch_is_cancelled_and_a_name_leads_elsewhere, ALIVE_ALONE),
     (Limit.PLACE_UNKNOWN, a_job_is_submitted_again_and_the_name_leads_elsewhere, ALIVE_ALONE),

@@ -467,8 +467,7 @@ class World:
     def _ask_peers(self, h: int, node: Node, shim: Shim) -> None:
         clock, asks = node.clock(self.now), node.asks(shim, self.now)
         answers = self.answers(shim, h)
-        if shim.lease is not None and shim.lease.renewed:
-            shim.known |= {peer for peer, _ in answers}
+        shim.known |= {peer for peer, _ in answers}
         for peer, answer in answers:
             if asks:
                 node.hear(shim, peer, clock, answer, self.now)

@@ -850,7 +850,9 @@ class Shim:
             self._inform_supervisor()
             self._fence_if_due()
         if "alone" in message:
-            self._fence("isolated", message["alone"])
+            # Before the first renewal the launch may be late, for which no node is to blame.
+            renewed = self.lease is not None and self.lease.renewed
+            self._fence("isolated" if renewed else "never_watched", message["alone"])
         if "vouched" in message and self.lease is not None:
             self.lease.extend(message["vouched"])
             self._inform_supervisor()

@@ -595,10 +595,12 @@ class Supervisor:
     def _ask_at(self) -> float | None:
         """Return when to ask the peers next, or None.
 
-        While the lease runs, peers are asked for their clocks; once it has expired, whether they
-        vouch for this generation.
+        While a lease runs, peers are asked for their clocks; once it has expired, whether they
+        vouch for this generation. Where ranks fence, they are asked from the start on: a machine
+        that is paused before its first renewal is to know its peers by then. No answer extends the
+        first lease.
         """
-        if self.leased_until is None or not self.renewed:
+        if self.leased_until is None or not (self.renewed or self.fences):
             return None
         often = self.asked_at + min(1.0, float(self.order["fence_after"]) / 5)
         if not self.fences or now() >= self.leased_until:
@@ -661,14 +663,10 @@ class Supervisor:
         """Fence if a peer refused the connection, no peer answers and no controller watches here.
 
         This covers a machine that was paused while its gang was stopped elsewhere: no peer is left
-        whose clock would show the pause.
+        whose clock would show the pause. A peer that is not started yet does not refuse, and has
+        not answered, so it is no reason.
         """
-        if (
-            self.state != "running"
-            or not self.renewed
-            or not self.fences
-            or not self.peers.is_alone
-        ):
+        if self.state != "running" or not self.fences or not self.peers.is_alone:
             return
         if not self.watchers:
             nodes = ", ".join(sorted(self.peers.refusing_nodes))
