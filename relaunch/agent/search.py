@@ -8,13 +8,15 @@ is named; the search goes on without it.
 
 from __future__ import annotations
 
+import mmap
 import os
 import select
 import signal
+import struct
 import time
 from functools import partial
 from pathlib import Path
-from typing import Callable, Dict, Iterable, List, NamedTuple, Set, Tuple
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Tuple
 
 from relaunch.agent import processes, tools
 from relaunch.agent.folders import list_places
@@ -22,32 +24,34 @@ from relaunch.agent.loop import parse
 from relaunch.agent.processes import Process
 from relaunch.agent.protocol import Json, line
 
-TOKEN_PREFIX = b"RELAUNCH_TOKEN="
-HOLD_PREFIX = tools.HOLD_VARIABLE.encode() + b"="
-PATIENCE = (0.5, 0.05)
-"""Seconds after which a reader that does not run counts as blocked: the first one, and later ones.
+PATIENCE = (0.25, 0.025)
+"""Seconds between two looks at a reader: until the first one blocks, and after that.
 
-Reading takes some microseconds. What hangs seldom hangs alone, and the search is to end soon. A
-reader that waits for a processor runs, as /proc shows it.
+Where two looks find it at the same process, and not running, it blocks. Reading takes some
+microseconds. What hangs seldom hangs alone, and the search is to end soon.
 """
+MAX_LISTINGS = 20
+"""Maximum number of listings of all processes in one search. On a node that forks all the time each
+one has new processes; a rank that forks and ends would have to escape all of them."""
+MAX_TRIES = 3
+"""Maximum number of tries to have other processes read: something may kill them."""
+
+Row = List[Any]
+Check = Callable[[int], Optional[Row]]
+"""Returns what is to be known of the process with this pid, as JSON, or None. It may block."""
 
 
 class SearchResult(NamedTuple):
     processes: List[Process]
-    """What lives and matches."""
+    """What matched and lived when it was read. It may have ended since, and what it forked live: no
+    proof that nothing is left."""
     unread: List[Process]
-    """What lives and may match: its environment cannot be read now. Not to be killed."""
+    """What may match: its environment could not be read. Not to be killed, and no proof either."""
     tokens: Dict[int, str]
     """By pid, the token in the environment of what matches, but for its prefix.
 
     A process may match without one.
     """
-
-
-class _Match(NamedTuple):
-    started: int
-    """The start time of the process, read right after its environment."""
-    values: List[str]
 
 
 def find_by_token(
@@ -62,7 +66,8 @@ def find_by_token(
 
     Args:
         prefix: how the token in the environment begins.
-        matches: given what follows the prefix, returns whether the token matches.
+        matches: given what follows the prefix, returns whether the token matches. It is called in
+            another process.
         state: the state folder that the environment must name as well, or another one of the same
             node: nodes may share a machine.
         groups: pid and start time of known ranks; the members of their groups and sessions match
@@ -71,12 +76,11 @@ def find_by_token(
             and root may kill it. What a rank of root's starts as another user has its token or is
             in its control group.
         without: pids to leave out.
-        since: a start time, in clock ticks, before which nothing that matches was forked. A process
-            from before that is not `unread`.
+        since: a start time, in clock ticks since boot, before which nothing that matches was
+            forked. A process from before that is not `unread`.
     """
-    places = {f"RELAUNCH_NODE_STATE={place}".encode() for place in list_places(state)}
-    excluded = {os.getpid(), *without}
-    read, blocked = _read_environments(TOKEN_PREFIX + prefix.encode(), places, excluded)
+    variable = b"RELAUNCH_TOKEN=" + prefix.encode()
+    places = [f"RELAUNCH_NODE_STATE={place}".encode() for place in list_places(state)]
     reused = {
         pid
         for pid, started in groups.items()
@@ -89,43 +93,226 @@ def find_by_token(
             for leader in (process.group, process.session)
         ) and (os.geteuid() != 0 or processes.read_owner(process.pid) == 0)
 
-    found = SearchResult([], [], {})
-    for pid in processes.list_pids() if groups else sorted({*read, *blocked}):
-        process = processes.read_process(pid) if pid not in excluded else None
+    def check(pid: int) -> Optional[Row]:
+        token = next(filter(matches, _read_values(pid, variable, places)), None)
+        process = processes.read_process(pid) if token is not None or groups else None
         if process is None or not process.is_alive:
-            continue
-        match = read.get(pid)
-        token = None
-        if match is not None and match.started == process.started:
-            token = next((value for value in match.values if matches(value)), None)
-        if token is not None:
-            found.tokens[pid] = token
-        if token is not None or (groups and is_in_group(process)):
+            return None
+        return [process, token] if token is not None or is_in_group(process) else None
+
+    rows, blocked = check_all(check, without)
+    found = SearchResult([Process(*fields) for fields, _ in rows], [], {})
+    found.tokens.update((fields[0], token) for fields, token in rows if token is not None)
+    for process in blocked:
+        if is_in_group(process):
             found.processes.append(process)
-        elif pid in blocked and process.started >= since:
+        elif process.started >= since:
             found.unread.append(process)
     return found
 
 
-def find_leftovers(state: Path) -> List[int]:
+def find_leftovers(state: Path, since: int) -> List[int]:
     """Return the pids of living processes that were started under a hold of this node.
 
-    Only those of this user: another one can set the same variables, and root would read them. What
-    cannot be read is left out: it is hardly a tool's, and would keep a hung node from its reboot.
+    Only those of this user: another one can set the same variables, and root would read them.
+
+    Args:
+        since: when the hold was taken, in clock ticks since boot. What is younger and cannot be
+            read counts: it may be a tool that hangs in a driver.
     """
+    variable = f"{tools.HOLD_VARIABLE}=".encode()
     place = os.fsencode(f"RELAUNCH_NODE_STATE={state}")
-    read, _ = _read_environments(HOLD_PREFIX, {place}, {os.getpid()})
+
+    def check(pid: int) -> Optional[Row]:
+        if not _read_values(pid, variable, [place]):
+            return None
+        process = processes.read_process(pid)
+        is_own = processes.read_owner(pid) == os.geteuid()
+        return [pid] if process is not None and process.is_alive and is_own else None
+
+    rows, blocked = check_all(check)
+    return sorted(
+        {pid for (pid,) in rows}
+        | {
+            process.pid
+            for process in blocked
+            if process.started >= since and processes.read_owner(process.pid) == os.geteuid()
+        }
+    )
+
+
+def check_all(check: Check, without: Iterable[int] = ()) -> Tuple[List[Row], List[Process]]:
+    """Check all processes of this node, but for the caller; return what is known, and what blocks.
+
+    They are listed until no listing has a new one: what a listed one forks before it ends, unread,
+    is checked as well. So if nothing matches, nothing that matches can be left.
+    """
+    return _check_apart(check, {os.getpid(), *without}, processes.list_pids)
+
+
+def check_each(check: Check, pids: List[int]) -> Tuple[List[Row], List[Process]]:
+    """Check these processes; return what is known of them, and what blocks."""
+    return _check_apart(check, set(), lambda: pids)
+
+
+def _check_apart(
+    check: Check, without: Iterable[int], list_pids: Callable[[], List[int]]
+) -> Tuple[List[Row], List[Process]]:
+    excluded = set(without)
+    for _ in range(MAX_TRIES):
+        try:
+            answer = tools.run_apart(lambda: _check_in_children(check, excluded, list_pids))
+        except OSError:  # no process can be started, or no descriptor is left
+            continue
+        if answer is not None and answer["rows"] is not None:
+            return answer["rows"], [Process(*fields) for fields in answer["blocked"]]
+    # Better in this process, without a limit, than not at all.
+    rows, failed = _check(check, excluded, list_pids, lambda pid: None)
+    return rows, _identify(failed)
+
+
+def _check_in_children(
+    check: Check, without: Iterable[int], list_pids: Callable[[], List[int]]
+) -> Json:
+    """Check in a child, and while that blocks in another one, without what has blocked."""
+    parent = os.getpid()
+    blocked: Dict[int, List[Process]] = {}
+    children: List[int] = []
+    position = mmap.mmap(-1, 8)  # the pid that a child is at
+
+    def work(writing: int) -> None:
+        processes.die_with(parent)
+        processes.close_all_but([writing])
+        excluded = {*without, *blocked, parent, os.getpid()}
+        rows, failed = _check(
+            check, excluded, list_pids, lambda pid: struct.pack_into("q", position, 0, pid)
+        )
+        tools.write(writing, line({"rows": rows, "blocked": _identify(failed)}))
+
+    try:
+        while True:
+            struct.pack_into("q", position, 0, 0)
+            reading, writing = os.pipe()
+            try:
+                children.append(processes.fork(partial(work, writing)))
+            finally:
+                os.close(writing)
+            try:
+                answer, at = _await(reading, children[-1], position, PATIENCE[min(len(blocked), 1)])
+            finally:
+                os.close(reading)
+            if at == 0:
+                rest = [process for found in blocked.values() for process in found]
+                return {"rows": None, **answer, "blocked": [*answer.get("blocked", ()), *rest]}
+            blocked[at] = _identify([at])
+    except OSError:  # nothing more can be started
+        return {"rows": None}
+    finally:
+        tools.end_children(children)
+
+
+def _await(reading: int, child: int, position: mmap.mmap, patience: float) -> Tuple[Json, int]:
+    """Return the answer of a child, empty if it fails; or the pid that it blocks at. Kill it."""
+    text = bytearray()
+    last: Optional[int] = None
+    try:
+        while True:
+            ready, _, _ = select.select([reading], [], [], patience)
+            data = os.read(reading, 65536) if ready else b""
+            text += data
+            if ready and not data:
+                return parse(bytes(text)) or {}, 0
+            (at,) = struct.unpack_from("q", position, 0)
+            process = None if ready else processes.read_process(child)
+            if process is None or process.state == "R":
+                last = None
+            elif at == last:
+                return {}, at
+            else:
+                last = at
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def _check(
+    check: Check,
+    without: Iterable[int],
+    list_pids: Callable[[], List[int]],
+    note: Callable[[int], None],
+) -> Tuple[List[Row], List[int]]:
+    """Check each process; return what is known, and the pids of what could not be checked.
+
+    Args:
+        note: is called with each pid before its process is checked.
+    """
+    seen = set(without)
+    rows: List[Row] = []
+    failed: List[int] = []
+    for _ in range(MAX_LISTINGS):
+        pids = [pid for pid in list_pids() if pid not in seen]
+        for pid in pids:
+            note(pid)
+            try:
+                row = check(pid)
+            except OSError:  # no memory or descriptor is left
+                failed.append(pid)
+                continue
+            if row is not None:
+                rows.append(row)
+        if not pids:
+            break
+        seen.update(pids)
+    return rows, failed
+
+
+def _identify(pids: Iterable[int]) -> List[Process]:
+    """Return those of these processes that this user may read, were they not to block."""
+    found = []
+    for pid in pids:
+        process = processes.read_process(pid)
+        # To read the environment of another user's takes root; it waits before that is refused.
+        if process is not None and (
+            os.geteuid() == 0 or processes.read_owner(pid) in (None, os.geteuid())
+        ):
+            found.append(process)
+    return found
+
+
+def _read_values(pid: int, variable: bytes, places: Iterable[bytes]) -> List[str]:
+    """Return what follows the beginning of a variable, in the environment of a process.
+
+    Empty if the environment names none of the places as well.
+    """
+    environment = _read_environment(pid)
+    if variable not in environment:
+        return []
+    variables = environment.split(b"\0")
+    if not any(place in variables for place in places):
+        return []
     return [
-        pid
-        for pid, match in sorted(read.items())
-        if processes.is_alive(pid, match.started) and processes.read_owner(pid) == os.geteuid()
+        text[len(variable) :].decode(errors="replace")
+        for text in variables
+        if text.startswith(variable)
     ]
 
 
-def kill_leftovers(state: Path) -> List[int]:
+def _read_environment(pid: int) -> bytes:
+    """Return the environment of a process; empty: it has ended, or belongs to another user.
+
+    Raises:
+        OSError: it cannot be read for another reason.
+    """
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return file.read()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return b""
+
+
+def kill_leftovers(state: Path, since: int) -> List[int]:
     """Kill the processes that a dead holder left behind; return those that do not die."""
     deadline = None
-    while left := find_leftovers(state):
+    while left := find_leftovers(state, since):
         if deadline is not None and time.monotonic() > deadline:
             break
         for pid in left:
@@ -135,116 +322,3 @@ def kill_leftovers(state: Path) -> List[int]:
         deadline = deadline or time.monotonic() + tools.KILL_TIMEOUT
         time.sleep(0.005)
     return left
-
-
-def _read_environments(
-    prefix: bytes, places: Set[bytes], without: Set[int]
-) -> Tuple[Dict[int, _Match], Set[int]]:
-    """Return what names one of the places and has a variable that begins so; and what blocks."""
-    answer = None
-    try:
-        answer = tools.run_apart(lambda: _read_in_children(prefix, places, without))
-    except OSError:
-        pass  # no process can be started, or no descriptor is left
-    blocked = set(answer["blocked"]) if answer is not None else set()
-    if answer is None or answer["read"] is None:
-        # Better in this process, without a limit, than not at all.
-        return _read(prefix, places, {*without, *blocked}, lambda pid: None), blocked
-    return {pid: _Match(started, values) for pid, started, values in answer["read"]}, blocked
-
-
-def _read_in_children(prefix: bytes, places: Set[bytes], without: Set[int]) -> Json:
-    """Read in a child, and while that blocks in another one, without what has blocked.
-
-    Each lists all processes: what a listed one forks before it ends would be missed otherwise.
-    """
-    parent = os.getpid()
-    blocked: List[int] = []
-    children: List[int] = []
-
-    def read(writing: int) -> None:
-        processes.die_with(parent)
-        processes.close_all_but([writing])
-        excluded = {*without, *blocked, parent, os.getpid()}
-        found = _read(prefix, places, excluded, lambda pid: tools.write(writing, b"%d\n" % pid))
-        rows = [(pid, *match) for pid, match in found.items()]
-        tools.write(writing, line({"read": rows}))
-
-    try:
-        while True:
-            reading, writing = os.pipe()
-            try:
-                children.append(processes.fork(partial(read, writing)))
-            finally:
-                os.close(writing)
-            try:
-                last, is_blocked = _follow(reading, children[-1], PATIENCE[min(len(blocked), 1)])
-            finally:
-                os.close(reading)
-            if not is_blocked:
-                return {**(parse(last) or {"read": None}), "blocked": blocked}
-            blocked.append(int(last))
-    except OSError:  # nothing more can be started
-        return {"read": None, "blocked": blocked}
-    finally:
-        _end(children)
-
-
-def _follow(reading: int, child: int, patience: float) -> Tuple[bytes, bool]:
-    """Return the last line that a child has written, and whether it blocks on what that names."""
-    text = bytearray()
-    while True:
-        ready, _, _ = select.select([reading], [], [], patience)
-        data = os.read(reading, 65536) if ready else b""
-        text += data
-        last = text.rpartition(b"\n")[0].rpartition(b"\n")[2]
-        if ready and not data:
-            return bytes(last), False
-        process = None if ready else processes.read_process(child)
-        if process is not None and process.state != "R" and last:
-            return bytes(last), True
-
-
-def _end(children: List[int]) -> None:
-    """Kill the children, and wait for them for a moment: on old kernels what blocks stays."""
-    for pid in children:
-        os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + tools.KILLED_TIMEOUT
-    for pid in children:
-        while os.waitpid(pid, os.WNOHANG)[0] == 0 and time.monotonic() < deadline:
-            time.sleep(0.001)
-
-
-def _read(
-    prefix: bytes, places: Set[bytes], without: Set[int], note: Callable[[int], None]
-) -> Dict[int, _Match]:
-    """Read the environment of each process of this node; call `note` before each."""
-    found = {}
-    for pid in processes.list_pids():
-        if pid in without:
-            continue
-        note(pid)
-        environment = _read_environment(pid)
-        if prefix not in environment:
-            continue
-        variables = environment.split(b"\0")
-        process = None if places.isdisjoint(variables) else processes.read_process(pid)
-        if process is None:
-            continue
-        values = [
-            variable[len(prefix) :].decode(errors="replace")
-            for variable in variables
-            if variable.startswith(prefix)
-        ]
-        if values:
-            found[pid] = _Match(process.started, values)
-    return found
-
-
-def _read_environment(pid: int) -> bytes:
-    """Return the environment of a process; empty: it has ended, or belongs to another user."""
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            return file.read()
-    except OSError:
-        return b""

@@ -202,7 +202,8 @@ def run_apart(work: Callable[[], Optional[Json]], keep: Sequence[int] = ()) -> O
     """Run what may leave children behind in a child, which ends; return its result, if any.
 
     What it leaves behind is no child of the caller, which may become a shim and would take it for a
-    rank: SIGKILL does not end what blocks in the kernel.
+    rank: SIGKILL does not end all that blocks in the kernel. It is one of the nearest ancestor that
+    adopts orphans, if there is any.
 
     Args:
         keep: as for `run_bounded`.
@@ -263,11 +264,18 @@ def _run_in_child(work: Callable[[], Json], timeout: float, keep: Sequence[int])
             received += data
     finally:
         os.close(reading)
+        end_children([pid])
+    return parse(received) if received.endswith(b"\n") else None
+
+
+def end_children(pids: List[int]) -> None:
+    """Kill children and reap them; leave those that the kernel does not end for now."""
+    for pid in pids:
         os.kill(pid, signal.SIGKILL)
-        deadline = time.monotonic() + KILLED_TIMEOUT
+    deadline = time.monotonic() + KILLED_TIMEOUT
+    for pid in pids:
         while os.waitpid(pid, os.WNOHANG)[0] == 0 and time.monotonic() < deadline:
             time.sleep(0.001)
-    return parse(received) if received.endswith(b"\n") else None
 
 
 def write(handle: int, data: bytes) -> None:

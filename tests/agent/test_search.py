@@ -240,6 +240,30 @@ def test_what_hangs_is_known_by_its_group_and_its_age(
         rank.kill()
 
 
+def test_what_forks_and_ends_while_it_is_read_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that forks and ends is never there when it is looked at."""
+    fifo, note = tmp_path / "fifo", tmp_path / "pid"
+    os.mkfifo(fifo)
+    script = f"read go < {fifo}; sleep 1000 & echo $! > {note}"
+    mine = {"RELAUNCH_TOKEN": "one", "RELAUNCH_NODE_STATE": str(tmp_path)}
+    real = search._read_environment
+    with subprocess.Popen(["sh", "-c", script], env={**os.environ, **mine}) as first:
+        wait_for(lambda: b"RELAUNCH_TOKEN=one\0" in real(first.pid))
+
+        def read(pid: int) -> bytes:
+            if pid == first.pid and not note.exists():
+                fifo.write_text("go\n")
+                wait_for(lambda: not is_alive(pid))
+            return real(pid)
+
+        monkeypatch.setattr(search, "_read_environment", read)
+        found, _ = find(tmp_path)
+    assert found == [int(note.read_text())]
+    os.kill(found[0], signal.SIGKILL)
+
+
 def test_a_search_that_no_other_process_can_make_is_made_here(
     carriers: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

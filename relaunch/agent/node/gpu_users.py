@@ -11,7 +11,7 @@ import pwd
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
-from relaunch.agent import processes, tools
+from relaunch.agent import processes, search, tools
 from relaunch.agent.node import hold
 from relaunch.agent.protocol import Json, Refusal, parse_token
 from relaunch.agent.state import Generation, JobState
@@ -53,8 +53,10 @@ def describe(pids: List[int]) -> str:
     descriptions = []
     for pid in first:
         process = names.get(str(pid)) or {}
-        user = process.get("user") or "user unknown"
-        program = process.get("program") or "program unknown"
+        owner = processes.read_owner(pid)
+        user = process.get("user") or ("user unknown" if owner is None else f"uid {owner}")
+        # What hangs has no command line to read, and a name.
+        program = process.get("program") or processes.read_name(pid) or "program unknown"
         descriptions.append(f"pid {pid} ({user}, {program})")
     others = len(pids) - len(first)
     return ", ".join(descriptions) + (f" and {others} more" if others else "")
@@ -112,7 +114,8 @@ def select_own(state: Path, pids: List[int]) -> List[int]:
     Processes that a dead shim left behind count as foreign.
     """
     ranks = _list_ranks(state)
-    return [pid for pid in pids if _is_ours(state, pid, ranks)]
+    rows, _ = search.check_each(lambda pid: [pid] if _is_ours(state, pid, ranks) else None, pids)
+    return [pid for (pid,) in rows]
 
 
 def _list_ranks(state: Path) -> Dict[int, int]:

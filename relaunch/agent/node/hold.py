@@ -129,13 +129,14 @@ def hold_exclusive(state: Path, by: str, id: str, fleet: str = "") -> Iterator[L
     handle = _take_lock(state, fcntl.LOCK_EX)
     if handle is None:
         raise _make_refusal(state, fleet)
+    since = now()
     try:
         left = _end_leftovers(state)
         if not left:
             try:
                 write_json(
                     state / HOLDER_FILE,
-                    {"by": by, "id": id, "fleet": fleet, "pid": os.getpid(), "since": now()},
+                    {"by": by, "id": id, "fleet": fleet, "pid": os.getpid(), "since": since},
                     durable=False,
                 )
             except OSError:
@@ -143,7 +144,7 @@ def hold_exclusive(state: Path, by: str, id: str, fleet: str = "") -> Iterator[L
                 pass
         yield left
     finally:
-        if not search.find_leftovers(state):
+        if not search.find_leftovers(state, _count_ticks(since)):
             _remove_record(state)
         os.close(handle)
 
@@ -155,10 +156,16 @@ def _end_leftovers(state: Path) -> List[int]:
     """
     if not (state / HOLDER_FILE).exists():
         return []
-    left = search.kill_leftovers(state)
+    since = (read_json(state / HOLDER_FILE) or {}).get("since", 0.0)
+    left = search.kill_leftovers(state, _count_ticks(since))
     if not left:
         _remove_record(state)
     return left
+
+
+def _count_ticks(seconds: float) -> int:
+    """Return a time of CLOCK_BOOTTIME in the unit of start times in /proc, rounded down."""
+    return int(seconds * os.sysconf("SC_CLK_TCK"))
 
 
 def _remove_record(state: Path) -> None:

@@ -103,6 +103,8 @@ class ClientWork:
         """What the last search has found: it is not below the shim."""
         self.unread: List[processes.Process] = []
         """What the last search could not look into: it may be such a process, or of anybody."""
+        self._is_empty = False
+        """Whether the last search has found nothing, not even what has ended since."""
         self._searched = 0
         """The number of the last search that was answered."""
         self._proving: Optional[int] = None
@@ -159,13 +161,14 @@ class ClientWork:
         if message["searched"] != self.search:
             return False
         self._searched = self.search
+        self._is_empty = not message["left"] and not message["unread"]
         self.left = _read_processes(message["left"])
         self.unread = _read_processes(message["unread"])
         return self._has_proof()
 
     def _has_proof(self) -> bool:
         """Return whether the last search proves that nothing is left."""
-        return self._proving is not None and not self.left and not self.unread
+        return self._proving is not None and self._is_empty
 
     def list_unfinished(self) -> List[processes.Process]:
         """Return what keeps a stop from its end, of what the last search has told."""

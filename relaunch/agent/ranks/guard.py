@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 from typing import Dict, List, Tuple
 
 from relaunch.agent import processes, search
@@ -53,6 +54,7 @@ def run(
     processes.outlive_terminating_signals()  # it ends with the shim, once nothing is left to kill
     os.setsid()
     processes.set_name("relaunch-guard")
+    processes.adopt_orphans()  # else what a search leaves behind is the shim's, like a rank
     processes.close_all_but([link, extensions])
     Guard(token, order, state, shim, link, extensions, news).run()
 
@@ -232,13 +234,21 @@ class Guard:
 
     def _find_named(self, groups: Dict[int, int]) -> SearchResult:
         """Find what has the token of this generation, or belongs to these groups."""
-        return search.find_by_token(
+        found = search.find_by_token(
             self.token.text,
             lambda rest: rest == "",
             self.node_state,
             groups,
             since=self.shim.started,
         )
+        _reap_orphans()
+        return found
+
+
+def _reap_orphans() -> None:
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def make_news(

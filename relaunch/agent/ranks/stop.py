@@ -19,6 +19,8 @@ from relaunch.agent.protocol import Json, Order, Refusal, line
 from relaunch.agent.ranks import cgroup, find_shims
 from relaunch.agent.state import Generation, JobState
 
+SEARCH_TIMEOUT = 5.0
+"""Seconds for the environment of each process to become readable, where records were removed."""
 RESTORE_TIMEOUT = 3.0
 """Timeout in seconds for a shim to restore its files. A signal makes it check at once."""
 ACKNOWLEDGE_TIMEOUT = 1.0
@@ -81,21 +83,47 @@ def find_living(job: JobState) -> list[Generation]:
     hold open, ranks by the token in their environment.
 
     Raises:
-        Refusal: The environment of some process cannot be read, and the job was here before.
+        Refusal: The environment of some process, which may be of the job, cannot be read.
     """
     if job.is_recorded():
         return []
     orders = set(find_shims.find_shims(job.state, job.path.name))
     was_here = bool(orders or job.list_generations())
-    found = search.find_by_token(
-        f"{job.token_prefix}/", lambda rest: _parse_order(rest) is not None, str(job.state), {}
-    )
-    orders.update(order for rest in found.tokens.values() if (order := _parse_order(rest)))
-    # Without a trace of the job, this is most likely its first launch: one process that hangs is
-    # not to keep all jobs from this node.
-    if found.unread and was_here:
-        raise _make_unread_refusal({process.pid for process in found.unread})
+    since = _find_oldest_start(job)
+    deadline = time.monotonic() + SEARCH_TIMEOUT
+    while True:
+        found = search.find_by_token(
+            f"{job.token_prefix}/",
+            lambda rest: _parse_order(rest) is not None,
+            str(job.state),
+            groups={},
+            since=since,
+        )
+        orders.update(order for rest in found.tokens.values() if (order := _parse_order(rest)))
+        # Without a trace of the job, this is most likely its first launch: one process that hangs
+        # is not to keep all jobs from this node.
+        if not found.unread or not was_here:
+            break
+        if time.monotonic() > deadline:
+            raise _make_unread_refusal({process.pid for process in found.unread})
+        time.sleep(0.1)
     return [job.generation(order) for order in sorted(orders)]
+
+
+def _find_oldest_start(job: JobState, order: Order | None = None) -> int:
+    """Return when the oldest process of the job that may live was forked, in ticks since boot.
+
+    What is older than a shim belongs to no rank of its generation, and those below were proven gone
+    when that was prepared.
+
+    Args:
+        order: the lowest generation that may live; None: not known, as records were removed.
+    """
+    for generation in reversed(job.list_generations()):
+        shim = generation.identity("shim")
+        if shim is not None and (order is None or generation.order <= order):
+            return shim[1]
+    return 0
 
 
 def await_records(generation: Generation) -> bool:
@@ -233,8 +261,8 @@ def _make_stuck_refusal(left: set[int], named: set[int], stuck_after: float) -> 
 def _make_unread_refusal(pids: set[int]) -> Refusal:
     text = (
         "whether something of the job is left is not known: the environment of "
-        f"{gpu_users.describe(sorted(pids))} cannot be read, because it hangs in the kernel; "
-        "unless it ends, this node needs a reboot"
+        f"{gpu_users.describe(sorted(pids))} cannot be read, as of a process that hangs in the "
+        "kernel; if it does not end, this node needs a reboot"
     )
     return Refusal("stuck", text, pids=sorted(pids))
 
@@ -306,10 +334,7 @@ def _kill_rest(
         Refusal: Something is left after `stuck_after` seconds.
     """
     found_orders: set[Order] = set()
-    # What is older than the oldest shim cannot be a rank of it: the generations before it were
-    # proven gone when it was prepared.
-    shims = [generation.identity("shim") for generation in unproven]
-    since = 0 if unrecorded else min((shim or (0, 0))[1] for shim in shims)
+    since = _find_oldest_start(job, min(generation.order for generation in unproven))
     groups = {
         **unrecorded,
         **{pid: started for generation in unproven for pid, started in generation.groups.items()},
@@ -355,4 +380,4 @@ def _kill_rest(
             named = pids.union(process.pid for process in found.unread)
             raise _make_stuck_refusal(pids, named, stuck_after)
         time.sleep(pause)
-        pause = min(0.1, pause * 2)
+        pause = min(1.0 if found.unread else 0.1, pause * 2)

@@ -272,7 +272,7 @@ class Supervisor:
         if started is None or started.get("refused"):
             self.exit_at = now()
             return
-        left = self._kill_rest()
+        left, unread = self._kill_rest()
         record = journal.Journal(self.generation.journal)
         for kept in self.unwritten:
             if kept["seq"] == record.seq + 1:  # not written by the shim after all
@@ -284,11 +284,13 @@ class Supervisor:
             reason = f"the shim died; the exits of ranks {sorted(missing)} are not known"
             if left:
                 reason += f"; {gpu_users.describe(left)} does not die"
+            if unread:
+                reason += f"; the environment of {gpu_users.describe(unread)} cannot be read"
             record.append(("ShimDied", {"reason": reason}))
         record.close()
         self.unwritten = record.pending
         self.observations = [*journal.read(self.generation.journal), *self.unwritten]
-        if not left:
+        if not left and not unread:
             self.generation.remove_task_records()
         self.synced = len(self.observations)
         self.state, self.alive, self.leased_until = "gone", [], None
@@ -297,8 +299,11 @@ class Supervisor:
         self._send_end()
         self.exit_at = now() + self.order["lease"]
 
-    def _kill_rest(self) -> list[int]:
-        """Kill the ranks and all that they forked; return the pids that did not die in time."""
+    def _kill_rest(self) -> tuple[list[int], list[int]]:
+        """Kill the ranks and all that they forked.
+
+        Return the pids of what did not die in time, and of what may be of them and was not killed.
+        """
         groups, folder = self.generation.groups, self.generation.cgroup
         deadline = time.monotonic() + KILL_TIMEOUT
         killed: list[processes.Process] = []
@@ -310,7 +315,7 @@ class Supervisor:
                 lambda rest: rest == "",
                 str(self.generation.state),
                 groups,
-                since=(self.generation.identity("shim") or (0, 0))[1],
+                since=self.shim.started,
             )
             left = processes.add_dying(found.processes, killed)
             hidden = processes.find_hidden(groups, left)
@@ -318,7 +323,10 @@ class Supervisor:
             for process in left:
                 processes.kill(process, signal.SIGKILL)
             if not (left or hidden or found.unread) or time.monotonic() > deadline:
-                return sorted({process.pid for process in (*left, *hidden, *found.unread)})
+                return (
+                    sorted({process.pid for process in (*left, *hidden)}),
+                    [process.pid for process in found.unread],
+                )
             killed = left
             time.sleep(0.01)
 
