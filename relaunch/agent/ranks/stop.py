@@ -99,7 +99,7 @@ def find_living(job: JobState) -> list[Generation]:
             groups={},
             since=since,
         )
-        orders.update(order for rest in found.tokens.values() if (order := _parse_order(rest)))
+        orders.update(filter(None, map(_parse_order, found.tokens.values())))
         # Without a trace of the job, this is most likely its first launch: one process that hangs
         # is not to keep all jobs from this node.
         if not found.unread or not was_here:
@@ -347,10 +347,7 @@ def _kill_rest(
 
     def is_covered(rest: str) -> bool:
         order = _parse_order(rest)
-        if order is None or order > below:
-            return False
-        found_orders.add(order)
-        return True
+        return order is not None and order <= below
 
     deadline = time.monotonic() + stuck_after
     pause = 0.005
@@ -359,6 +356,7 @@ def _kill_rest(
         found = search.find_by_token(
             f"{job.token_prefix}/", is_covered, str(job.state), groups, (os.getppid(),), since
         )
+        found_orders.update(filter(None, map(_parse_order, found.tokens.values())))
         left = processes.add_dying(found.processes, killed)
         # These get no signal: nothing tells whether a pid has been reused.
         hidden = processes.find_hidden(groups, left)
