@@ -17,6 +17,10 @@ Order = Tuple[int, int]
 """(submission, generation), by which the tokens of one job are compared."""
 
 
+MAX_DIGITS = 18
+"""Of a number in a token: 63 bits hold them."""
+
+
 class Refusal(Exception):
     """An order that this node will not carry out; the answer says why."""
 
@@ -117,13 +121,18 @@ def job_path(server: str, namespace: str, job: str) -> str:
     return f"{server}/{namespace}/{job}" if server else f"{namespace}/{job}"
 
 
+def is_number(text: str) -> bool:
+    """Return whether a text of others is a number in plain digits, which `int` takes."""
+    return text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS
+
+
 def parse_token(text: str) -> Optional[Token]:
     """Parse `Token.text`; return None if it is not a token."""
     parts = text.split("/")
     if (
         len(parts) not in (4, 5)
         or not all(parts)
-        or not (parts[-2].isdigit() and parts[-1].isdigit())
+        or not (is_number(parts[-2]) and is_number(parts[-1]))
     ):
         return None
     return Token(

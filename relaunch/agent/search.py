@@ -15,6 +15,7 @@ import signal
 import struct
 import time
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Tuple
 
@@ -34,7 +35,8 @@ MAX_LISTINGS = 20
 """Maximum number of listings of all processes in one search. On a node that forks all the time each
 one has new processes; a rank that forks and ends would have to escape all of them."""
 MAX_TRIES = 3
-"""Maximum number of tries to have other processes read: something may kill them."""
+"""Maximum number of tries to have other processes read, which something may kill; and to read an
+environment that is empty."""
 
 Row = List[Any]
 Check = Callable[[int], Optional[Row]]
@@ -111,14 +113,14 @@ def find_by_token(
     return found
 
 
-def find_leftovers(state: Path, since: int) -> List[int]:
+def find_leftovers(state: Path, since: int) -> Tuple[List[int], List[int]]:
     """Return the pids of living processes that were started under a hold of this node.
 
+    And of those that may have been, because they cannot be read, as a tool that hangs in a driver.
     Only those of this user: another one can set the same variables, and root would read them.
 
     Args:
-        since: when the hold was taken, in clock ticks since boot. What is younger and cannot be
-            read counts: it may be a tool that hangs in a driver.
+        since: when the hold was taken, in clock ticks since boot. What is older is no tool of it.
     """
     variable = f"{tools.HOLD_VARIABLE}=".encode()
     place = os.fsencode(f"RELAUNCH_NODE_STATE={state}")
@@ -131,21 +133,18 @@ def find_leftovers(state: Path, since: int) -> List[int]:
         return [pid] if process is not None and process.is_alive and is_own else None
 
     rows, blocked = check_all(check)
-    return sorted(
-        {pid for (pid,) in rows}
-        | {
-            process.pid
-            for process in blocked
-            if process.started >= since and processes.read_owner(process.pid) == os.geteuid()
-        }
-    )
+    return [pid for (pid,) in rows], [
+        process.pid
+        for process in blocked
+        if process.started >= since and processes.read_owner(process.pid) == os.geteuid()
+    ]
 
 
 def check_all(check: Check, without: Iterable[int] = ()) -> Tuple[List[Row], List[Process]]:
     """Check all processes of this node, but for the caller; return what is known, and what blocks.
 
-    They are listed until no listing has a new one: what a listed one forks before it ends, unread,
-    is checked as well. So if nothing matches, nothing that matches can be left.
+    They are listed until no listing has a new one, or often enough: what a listed one forks before
+    it ends, unread, is checked as well. So if nothing matches, nothing that matches is left.
     """
     return _check_apart(check, {os.getpid(), *without}, processes.list_pids)
 
@@ -159,16 +158,20 @@ def _check_apart(
     check: Check, without: Iterable[int], list_pids: Callable[[], List[int]]
 ) -> Tuple[List[Row], List[Process]]:
     excluded = set(without)
+    blocked: List[Process] = []
     for _ in range(MAX_TRIES):
         try:
             answer = tools.run_apart(lambda: _check_in_children(check, excluded, list_pids))
         except OSError:  # no process can be started, or no descriptor is left
             continue
-        if answer is not None and answer["rows"] is not None:
-            return answer["rows"], [Process(*fields) for fields in answer["blocked"]]
+        if answer is not None:
+            blocked += [Process(*fields) for fields in answer["blocked"]]
+            excluded.update(process.pid for process in blocked)
+            if answer["rows"] is not None:
+                return answer["rows"], blocked
     # Better in this process, without a limit, than not at all.
     rows, failed = _check(check, excluded, list_pids, lambda pid: None)
-    return rows, _identify(failed)
+    return rows, blocked + _identify(failed)
 
 
 def _check_in_children(
@@ -202,11 +205,11 @@ def _check_in_children(
             finally:
                 os.close(reading)
             if at == 0:
-                rest = [process for found in blocked.values() for process in found]
-                return {"rows": None, **answer, "blocked": [*answer.get("blocked", ()), *rest]}
+                rows, failed = answer.get("rows"), answer.get("blocked", ())
+                return {"rows": rows, "blocked": [*failed, *chain(*blocked.values())]}
             blocked[at] = _identify([at])
     except OSError:  # nothing more can be started
-        return {"rows": None}
+        return {"rows": None, "blocked": [*chain(*blocked.values())]}
     finally:
         tools.end_children(children)
 
@@ -254,7 +257,7 @@ def _check(
             note(pid)
             try:
                 row = check(pid)
-            except OSError:  # no memory or descriptor is left
+            except (OSError, ValueError):  # no memory or descriptor is left; or a text of others
                 failed.append(pid)
                 continue
             if row is not None:
@@ -302,23 +305,48 @@ def _read_environment(pid: int) -> bytes:
     Raises:
         OSError: it cannot be read for another reason.
     """
+    for attempt in range(MAX_TRIES):
+        text = _read_file(f"/proc/{pid}/environ")
+        # Empty, but with memory: it is about to execute a program, and has the old environment
+        # no more and the new one not yet. Kernel threads and what has ended have no memory.
+        if text or not processes.read_memory(pid):
+            break
+        time.sleep(0.001 * attempt)
+    process = None if text else processes.read_process(pid)
+    if process is not None and process.threads > 1:
+        # Its first thread has ended: the others have the environment.
+        threads = _list_folder(f"/proc/{pid}/task")
+        texts = (_read_file(f"/proc/{pid}/task/{thread}/environ") for thread in threads)
+        text = next(filter(None, texts), b"")
+    return text
+
+
+def _read_file(path: str) -> bytes:
     try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
+        with open(path, "rb") as file:
             return file.read()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return b""
 
 
+def _list_folder(path: str) -> List[str]:
+    try:
+        return os.listdir(path)
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return []
+
+
 def kill_leftovers(state: Path, since: int) -> List[int]:
-    """Kill the processes that a dead holder left behind; return those that do not die."""
+    """Kill what a dead holder left behind; return what does not die, or cannot be told from it."""
     deadline = None
-    while left := find_leftovers(state, since):
-        if deadline is not None and time.monotonic() > deadline:
-            break
+    while True:
+        left, unread = find_leftovers(state, since)
+        is_late = deadline is not None and time.monotonic() > deadline
+        if is_late or not (left or unread):
+            return left + unread
         for pid in left:
             process = processes.read_process(pid)
             if process is not None:
                 processes.kill(process, signal.SIGKILL)
         deadline = deadline or time.monotonic() + tools.KILL_TIMEOUT
         time.sleep(0.005)
-    return left

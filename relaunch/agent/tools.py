@@ -31,6 +31,8 @@ POLL_INTERVAL = 0.02
 forever."""
 KILLED_TIMEOUT = 0.5
 """Seconds for a process to end that blocks in no call of the kernel."""
+CONTINUE_INTERVAL = 1.0
+"""Seconds without an answer until a child that may have been stopped gets SIGCONT."""
 MAX_STDOUT_BYTES = 1024 * 1024
 MAX_STDERR_BYTES = 4096
 HOLD_VARIABLE = "RELAUNCH_HOLD"
@@ -229,8 +231,16 @@ def run_apart(work: Callable[[], Optional[Json]], keep: Sequence[int] = ()) -> O
     finally:
         os.close(writing)
     received = bytearray()
+    poller = select.poll()
+    poller.register(reading, select.POLLIN)
     with open(reading, "rb", buffering=0) as stream:
-        while data := stream.read(65536):
+        while True:
+            if not poller.poll(CONTINUE_INTERVAL * 1000):
+                os.kill(pid, signal.SIGCONT)  # something has stopped it
+                continue
+            data = stream.read(65536)
+            if not data:
+                break
             received += data
     os.waitpid(pid, 0)
     return parse(bytes(received)) if received.endswith(b"\n") else None

@@ -13,7 +13,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,9 @@ from real_node import Node, expect_done, is_alive, refusal, wait_for
 from test_clients import HANDED_OVER, Engine, daemon
 from test_guard import frozen
 
-from relaunch.agent import processes, search
+from relaunch.agent import processes, search, tools
+from relaunch.agent.protocol import parse_token
+from relaunch.agent.ranks import stop
 
 __all__ = ["daemon"]
 
@@ -287,3 +289,105 @@ def test_a_reader_that_dies_is_replaced_by_the_caller(
 
     monkeypatch.setattr(search, "_read_environment", read)
     assert find(tmp_path) == (sorted(carriers), [])
+
+
+def test_what_cannot_be_read_of_a_hold_is_named_and_not_killed(
+    carriers: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold = {"RELAUNCH_HOLD": "diagnose", "RELAUNCH_NODE_STATE": str(tmp_path)}
+    stranger, old = carriers[:2]
+    times = {pid: process.started for pid in carriers if (process := processes.read_process(pid))}
+    with subprocess.Popen(["sleep", "1000"], env={**os.environ, **hold}) as tool:
+        wait_for(lambda: search.find_leftovers(tmp_path, since=0)[0] == [tool.pid])
+        block(monkeypatch, stranger)
+        monkeypatch.setattr(tools, "KILL_TIMEOUT", 0.0)
+        assert stranger in search.kill_leftovers(tmp_path, times[stranger])
+        assert tool.wait() == -signal.SIGKILL
+    assert is_alive(stranger)
+    assert stranger not in search.kill_leftovers(tmp_path, times[stranger] + 1)
+    assert is_alive(old)
+
+
+def test_a_process_is_read_again_while_it_executes(
+    carriers: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two programs it has memory and no environment."""
+    real, empty = search._read_file, {f"/proc/{carriers[0]}/environ"}
+
+    def read(path: str) -> bytes:
+        if path in empty:
+            empty.remove(path)
+            return b""
+        return real(path)
+
+    monkeypatch.setattr(search, "_read_file", read)
+    assert find(tmp_path) == (sorted(carriers), [])
+
+
+def test_a_process_whose_first_thread_has_ended_is_found(tmp_path: Path) -> None:
+    program = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=[1000]).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+    mine = {"RELAUNCH_TOKEN": "one", "RELAUNCH_NODE_STATE": str(tmp_path)}
+    command = [sys.executable, "-S", "-c", program]
+    with subprocess.Popen(command, env={**os.environ, **mine}) as rank:
+        wait_for(lambda: (found := processes.read_process(rank.pid)) and found.state == "Z")
+        assert find(tmp_path) == ([rank.pid], [])
+        rank.kill()
+
+
+def test_a_token_with_other_digits_is_no_token(tmp_path: Path) -> None:
+    for token in ("one/²/1", "one/1/" + "9" * 5000):
+        mine = {"RELAUNCH_TOKEN": token, "RELAUNCH_NODE_STATE": str(tmp_path)}
+        with subprocess.Popen(["sleep", "1000"], env={**os.environ, **mine}) as stranger:
+            wait_for(lambda: "RELAUNCH_TOKEN" in read_environment(stranger.pid))
+            found = search.find_by_token(
+                "one/", lambda rest: stop._parse_order(rest) is not None, str(tmp_path), {}
+            )
+            assert found == ([], [], {})
+            assert parse_token(f"server/{token}") is None
+            stranger.kill()
+
+
+def read_environment(pid: int) -> str:
+    return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+
+
+@pytest.mark.parametrize("victim", ["relay", "reader"])
+def test_a_search_goes_on_after_sigstop(
+    carriers: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: str
+) -> None:
+    caller, real = os.getpid(), processes.close_all_but
+
+    def stop_here(handles: Iterable[int]) -> None:
+        real(handles)
+        note = tmp_path / "stopped"
+        if (os.getppid() == caller) == (victim == "relay") and not note.exists():
+            note.touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    monkeypatch.setattr(processes, "close_all_but", stop_here)
+    assert find(tmp_path) == (sorted(carriers), [])
+
+
+def test_what_blocked_a_failed_try_is_left_out_of_the_next(
+    carriers: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without that the caller would block, once no other process can read."""
+    caller, fork = os.getpid(), processes.fork
+    first = min(carriers)
+    note = tmp_path / "second"
+
+    def refuse_second_reader(work: Callable[[], None]) -> int:
+        if os.getpid() != caller:
+            if note.exists():
+                raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            note.touch()
+        return fork(work)
+
+    monkeypatch.setattr(processes, "fork", refuse_second_reader)
+    block(monkeypatch, first)
+    found, unread = find(tmp_path, *carriers)
+    assert (found, set(unread)) == (sorted(set(carriers) - {first}), {first})

@@ -434,7 +434,7 @@ def test_a_gpu_program_that_claims_to_be_the_agents_is_foreign(
     claims = {tools.HOLD_VARIABLE: "diagnose", "RELAUNCH_NODE_STATE": str(node.state)}
     pid = pretend(claims, dumpable=False)
     assert gpu_users.select_own(node.state, [pid]) == []
-    assert search.find_leftovers(node.state, since=0) == []
+    assert search.find_leftovers(node.state, since=0)[0] == []
     (node.state / "held.json").write_text("{}")  # an examination was killed
     expect_done(node.prepare(1, ranks=[0]))
     assert is_alive(pid)

@@ -428,7 +428,7 @@ def children_of(pid: int) -> list[int]:
             fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
         except OSError:
             continue
-        if int(fields[1]) == pid and fields[0] not in "ZX":
+        if int(fields[1]) == pid and fields[0] not in b"ZX":
             found.append(int(folder.name))
     return found
 

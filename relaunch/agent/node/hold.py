@@ -115,7 +115,7 @@ def hold_shared(state: Path, fleet: str = "") -> Iterator[None]:
         if left:
             raise Refusal(
                 "stuck",
-                f"processes {left[:MAX_NAMED_PIDS]} of an examination that was killed do not die",
+                f"processes {left[:MAX_NAMED_PIDS]}, it seems of a killed examination, do not end",
                 pids=left,
             )
         yield
@@ -144,7 +144,7 @@ def hold_exclusive(state: Path, by: str, id: str, fleet: str = "") -> Iterator[L
                 pass
         yield left
     finally:
-        if not search.find_leftovers(state, _count_ticks(since)):
+        if not any(search.find_leftovers(state, _count_ticks(since))):
             _remove_record(state)
         os.close(handle)
 

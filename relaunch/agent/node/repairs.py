@@ -173,7 +173,8 @@ def _refuse_if_used(state: Path, left: List[int], until: float, fleet: str) -> N
     if left:
         raise Refusal(
             "busy",
-            f"processes {left[: hold.MAX_NAMED_PIDS]} of an examination that was killed do not die",
+            f"processes {left[: hold.MAX_NAMED_PIDS]}, it seems of a killed examination, "
+            "do not end",
             pids=left,
         )
     gpu_users.refuse_if_used(

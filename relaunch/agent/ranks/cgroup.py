@@ -8,6 +8,7 @@ process group and by token.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from pathlib import Path
@@ -83,10 +84,9 @@ def move_processes(folder: str, pids: Iterable[int]) -> None:
             try:
                 os.makedirs(folder, exist_ok=True)
                 _write(f"{folder}/cgroup.procs", str(pid))
-            except FileNotFoundError:  # another launch has removed it meanwhile: it is empty still
-                continue
-            except OSError:
-                pass
+            except OSError as error:
+                if error.errno in (errno.ENOENT, errno.ENODEV):
+                    continue  # another launch has removed it meanwhile, because it is empty still
             break
 
 

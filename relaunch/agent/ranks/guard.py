@@ -16,6 +16,7 @@ from relaunch.agent import processes, search
 from relaunch.agent.loop import Channel, Loop
 from relaunch.agent.protocol import Json, Token, now
 from relaunch.agent.ranks import cgroup
+from relaunch.agent.ranks.clients import MAX_PAUSE
 from relaunch.agent.search import SearchResult
 
 PING_INTERVAL = 2.0
@@ -88,6 +89,8 @@ class Guard:
         """Whether ranks may have had a daemon start processes, which are not below the shim."""
         self.search = self.answered = 0
         """The numbers of the last search that the shim has asked for, and of the last one made."""
+        self.search_at = 0.0
+        self.search_pause = 0.0
         self.killed: List[processes.Process] = []
         """What such searches have found and killed. It may still be dying."""
         self.has_moved = False
@@ -205,9 +208,13 @@ class Guard:
         left, unread = self._find_left()
         for process in left:
             processes.kill(process, signal.SIGKILL)
-        if self.has_clients and self.give_up_at is None:
+        if self.has_clients and self.give_up_at is None and now() >= self.search_at:
             # After what is below the shim: this takes longer.
-            self._search_node()
+            found = self._search_node()
+            # Where only time helps: each search may leave a process behind.
+            waits = found.unread and not found.processes
+            self.search_pause = min(MAX_PAUSE, self.search_pause * 2 or 0.25) if waits else 0.0
+            self.search_at = now() + self.search_pause
         self.pause = min(SCAN_INTERVALS[1], self.pause * 2) if left else SCAN_INTERVALS[1]
         self.scan_at = now() + self.pause
         return self.give_up_at is None or (bool(left or unread) and now() < self.give_up_at)

@@ -15,11 +15,11 @@ from typing import BinaryIO
 from relaunch.agent import processes, search
 from relaunch.agent.loop import parse
 from relaunch.agent.node import gpu_users
-from relaunch.agent.protocol import Json, Order, Refusal, line
+from relaunch.agent.protocol import Json, Order, Refusal, is_number, line
 from relaunch.agent.ranks import cgroup, find_shims
 from relaunch.agent.state import Generation, JobState
 
-SEARCH_TIMEOUT = 5.0
+SEARCH_TIMEOUT = 3.0
 """Seconds for the environment of each process to become readable, where records were removed."""
 RESTORE_TIMEOUT = 3.0
 """Timeout in seconds for a shim to restore its files. A signal makes it check at once."""
@@ -314,7 +314,7 @@ def _parse_order(rest: str) -> Order | None:
     submission, _, generation = rest.partition("/")
     return (
         (int(submission), int(generation))
-        if submission.isdigit() and generation.isdigit()
+        if is_number(submission) and is_number(generation)
         else None
     )
 
@@ -373,9 +373,9 @@ def _kill_rest(
         for process in left:
             processes.kill(process, signal.SIGKILL)
         killed = left
-        if time.monotonic() > deadline:
+        if time.monotonic() + pause > deadline:
             pids = {process.pid for process in (*left, *hidden)}
             named = pids.union(process.pid for process in found.unread)
             raise _make_stuck_refusal(pids, named, stuck_after)
         time.sleep(pause)
-        pause = min(1.0 if found.unread else 0.1, pause * 2)
+        pause = min(5.0 if found.unread and not left else 0.1, pause * 2)

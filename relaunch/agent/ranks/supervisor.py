@@ -305,7 +305,7 @@ class Supervisor:
         Return the pids of what did not die in time, and of what may be of them and was not killed.
         """
         groups, folder = self.generation.groups, self.generation.cgroup
-        deadline = time.monotonic() + KILL_TIMEOUT
+        deadline = None
         killed: list[processes.Process] = []
         while True:
             if folder is not None:
@@ -322,12 +322,14 @@ class Supervisor:
             left += cgroup.list_members(folder) if folder is not None else []
             for process in left:
                 processes.kill(process, signal.SIGKILL)
-            if not (left or hidden or found.unread) or time.monotonic() > deadline:
+            is_late = deadline is not None and time.monotonic() > deadline
+            if is_late or not (left or hidden or found.unread):
                 return (
                     sorted({process.pid for process in (*left, *hidden)}),
                     [process.pid for process in found.unread],
                 )
             killed = left
+            deadline = deadline or time.monotonic() + KILL_TIMEOUT
             time.sleep(0.01)
 
     # --- watchers ---
