@@ -333,9 +333,11 @@ ctypes.CDLL(None).pthread_exit(None)
     mine = {"RELAUNCH_TOKEN": "one", "RELAUNCH_NODE_STATE": str(tmp_path)}
     command = [sys.executable, "-S", "-c", program]
     with subprocess.Popen(command, env={**os.environ, **mine}) as rank:
-        wait_for(lambda: (found := processes.read_process(rank.pid)) and found.state == "Z")
-        assert find(tmp_path) == ([rank.pid], [])
-        rank.kill()
+        try:
+            wait_for(lambda: (found := processes.read_process(rank.pid)) and found.state == "Z")
+            assert find(tmp_path) == ([rank.pid], [])
+        finally:
+            rank.kill()
 
 
 def test_a_token_with_other_digits_is_no_token(tmp_path: Path) -> None:
