@@ -173,6 +173,34 @@ def read_memory(pid: int) -> int | None:
         return None
 
 
+class Layout(NamedTuple):
+    """What /proc/<pid>/stat says of the memory of a process. Addresses of others' are 0."""
+
+    threads: int
+    size: int
+    """Bytes of address space: 0 for a kernel thread, and once the first thread has ended."""
+    arguments: int
+    """The address of its arguments, which it gets before its environment; 0: not known."""
+    environment: int
+    environment_end: int
+
+    @property
+    def has_no_environment(self) -> bool:
+        """Whether the environment is empty. For a moment it is while a program is executed, too."""
+        return 0 < self.environment_end == self.environment
+
+
+def read_layout(pid: int) -> Layout | None:
+    """Return the layout of a process; None if it has ended, or /proc hides it."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+    fields = text[text.rindex(b")") + 2 :].split()
+    return Layout(*(int(fields[index]) for index in (17, 20, 45, 47, 48)))
+
+
 HIDDEN = 0
 """In place of the start time of a process that /proc hides from this user (hidepid, proc(5)).
 

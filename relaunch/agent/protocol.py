@@ -235,9 +235,11 @@ class Fields:
         for name, value in zip(("namespace", "job", "server"), names):
             if "/" in value or "\n" in value:
                 refuse_field(f"token.{name}", value, "a name without a slash or a line break")
-        return Token(
-            names[0], names[1], inner.whole("submission"), inner.whole("generation"), names[2]
-        )
+        numbers = [inner.whole(name) for name in ("submission", "generation")]
+        for name, number in zip(("submission", "generation"), numbers):
+            if not is_number(str(number)):  # a search would not find its ranks
+                refuse_field(f"token.{name}", number, f"a number of at most {MAX_DIGITS} digits")
+        return Token(names[0], names[1], numbers[0], numbers[1], names[2])
 
 
 def parse_environment(value: Any, name: str) -> dict[str, str]:

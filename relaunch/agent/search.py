@@ -8,6 +8,7 @@ is named; the search goes on without it.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import select
@@ -37,6 +38,9 @@ one has new processes; a rank that forks and ends would have to escape all of th
 MAX_TRIES = 3
 """Maximum number of tries to have other processes read, which something may kill; and to read an
 environment that is empty."""
+MAX_ENVIRONMENT = 32 << 20
+"""Bytes. A program gets at most 6 MiB (three quarters of _STK_LIM, fs/exec.c), but may make it look
+like any size."""
 
 Row = List[Any]
 Check = Callable[[int], Optional[Row]]
@@ -113,8 +117,8 @@ def find_by_token(
     return found
 
 
-def find_leftovers(state: Path, since: int) -> Tuple[List[int], List[int]]:
-    """Return the pids of living processes that were started under a hold of this node.
+def find_leftovers(state: Path, since: int) -> Tuple[List[Process], List[Process]]:
+    """Return the living processes that were started under a hold of this node.
 
     And of those that may have been, because they cannot be read, as a tool that hangs in a driver.
     Only those of this user: another one can set the same variables, and root would read them.
@@ -130,11 +134,11 @@ def find_leftovers(state: Path, since: int) -> Tuple[List[int], List[int]]:
             return None
         process = processes.read_process(pid)
         is_own = processes.read_owner(pid) == os.geteuid()
-        return [pid] if process is not None and process.is_alive and is_own else None
+        return [process] if process is not None and process.is_alive and is_own else None
 
     rows, blocked = check_all(check)
-    return [pid for (pid,) in rows], [
-        process.pid
+    return [Process(*fields) for (fields,) in rows], [
+        process
         for process in blocked
         if process.started >= since and processes.read_owner(process.pid) == os.geteuid()
     ]
@@ -143,8 +147,9 @@ def find_leftovers(state: Path, since: int) -> Tuple[List[int], List[int]]:
 def check_all(check: Check, without: Iterable[int] = ()) -> Tuple[List[Row], List[Process]]:
     """Check all processes of this node, but for the caller; return what is known, and what blocks.
 
-    They are listed until no listing has a new one, or often enough: what a listed one forks before
-    it ends, unread, is checked as well. So if nothing matches, nothing that matches is left.
+    They are listed until no listing has a new one: what a listed one forks before it ends, unread,
+    is checked as well. So if nothing matches, nothing that matches is left, unless it escaped
+    `MAX_LISTINGS` of them.
     """
     return _check_apart(check, {os.getpid(), *without}, processes.list_pids)
 
@@ -257,7 +262,7 @@ def _check(
             note(pid)
             try:
                 row = check(pid)
-            except (OSError, ValueError):  # no memory or descriptor is left; or a text of others
+            except OSError:  # no memory or descriptor is left
                 failed.append(pid)
                 continue
             if row is not None:
@@ -300,33 +305,43 @@ def _read_values(pid: int, variable: bytes, places: Iterable[bytes]) -> List[str
 
 
 def _read_environment(pid: int) -> bytes:
-    """Return the environment of a process; empty: it has ended, or belongs to another user.
+    """Return the environment of a process.
+
+    Empty: it has none, has ended, or belongs to another user.
 
     Raises:
-        OSError: it cannot be read for another reason.
+        OSError: it cannot be read for another reason, or the process executes a program just now.
     """
+    layout = None
     for attempt in range(MAX_TRIES):
         text = _read_file(f"/proc/{pid}/environ")
-        # Empty, but with memory: it is about to execute a program, and has the old environment
-        # no more and the new one not yet. Kernel threads and what has ended have no memory.
-        if text or not processes.read_memory(pid):
+        if text:
+            return text
+        layout = None if text is None else processes.read_layout(pid)
+        if layout is None or not layout.size:
             break
-        time.sleep(0.001 * attempt)
-    process = None if text else processes.read_process(pid)
-    if process is not None and process.threads > 1:
+        # It was read between two programs, with the environment of neither.
+        time.sleep(0.001 * (attempt + 1))
+    else:
+        if layout is not None and layout.arguments and not layout.has_no_environment:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    if layout is not None and not layout.size and layout.threads > 1:
         # Its first thread has ended: the others have the environment.
         threads = _list_folder(f"/proc/{pid}/task")
         texts = (_read_file(f"/proc/{pid}/task/{thread}/environ") for thread in threads)
-        text = next(filter(None, texts), b"")
-    return text
+        return next(filter(None, texts), b"")
+    return b""
 
 
-def _read_file(path: str) -> bytes:
+def _read_file(path: str) -> Optional[bytes]:
+    """Return the beginning of a file; empty: its process has ended; None: it is another user's."""
     try:
         with open(path, "rb") as file:
-            return file.read()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
+            return file.read(MAX_ENVIRONMENT)
+    except (FileNotFoundError, ProcessLookupError):
         return b""
+    except PermissionError:
+        return None
 
 
 def _list_folder(path: str) -> List[str]:
@@ -337,16 +352,17 @@ def _list_folder(path: str) -> List[str]:
 
 
 def kill_leftovers(state: Path, since: int) -> List[int]:
-    """Kill what a dead holder left behind; return what does not die, or cannot be told from it."""
+    """Kill what a dead holder left behind.
+
+    Return the pids of what does not die, or cannot be read and may be of it.
+    """
     deadline = None
     while True:
         left, unread = find_leftovers(state, since)
         is_late = deadline is not None and time.monotonic() > deadline
         if is_late or not (left or unread):
-            return left + unread
-        for pid in left:
-            process = processes.read_process(pid)
-            if process is not None:
-                processes.kill(process, signal.SIGKILL)
+            return [process.pid for process in left + unread]
+        for process in left:
+            processes.kill(process, signal.SIGKILL)
         deadline = deadline or time.monotonic() + tools.KILL_TIMEOUT
         time.sleep(0.005)

@@ -125,7 +125,7 @@ def hold_shared(state: Path, fleet: str = "") -> Iterator[None]:
 
 @contextmanager
 def hold_exclusive(state: Path, by: str, id: str, fleet: str = "") -> Iterator[List[int]]:
-    """Hold the node exclusively; yield the pids of an earlier holder's programs that do not die."""
+    """Hold the node exclusively; yield the pids of an earlier holder's programs that do not end."""
     handle = _take_lock(state, fcntl.LOCK_EX)
     if handle is None:
         raise _make_refusal(state, fleet)
@@ -150,7 +150,7 @@ def hold_exclusive(state: Path, by: str, id: str, fleet: str = "") -> Iterator[L
 
 
 def _end_leftovers(state: Path) -> List[int]:
-    """End what a killed holder left running; return what does not die.
+    """End what a killed holder left running; return what does not die, or may be of it.
 
     A holder that ended normally left neither processes nor a file.
     """

@@ -87,10 +87,6 @@ def _is_scope(name: str, behind: List[str]) -> bool:
     return name == "systemd-run" and "--scope" in own
 
 
-MAX_PAUSE = 60.0
-"""Seconds between two searches, at most, while nothing is left but what cannot be read."""
-
-
 class ClientWork:
     """What clients among the ranks have had a daemon start, and the search for it.
 
@@ -109,8 +105,6 @@ class ClientWork:
         """What the last search could not look into: it may be such a process, or of anybody."""
         self._is_empty = False
         """Whether the last search has found nothing, not even what has ended since."""
-        self._search_at = 0.0
-        self._pause = 0.0
         self._searched = 0
         """The number of the last search that was answered."""
         self._proving: Optional[int] = None
@@ -156,8 +150,6 @@ class ClientWork:
             return False
         if self._has_proof():
             return True
-        if now() < self._search_at:
-            return False
         self.search += 1
         if self._proving is None and now() >= self._empty_at + SETTLE_TIME:
             self._proving = self.search
@@ -172,10 +164,6 @@ class ClientWork:
         self._is_empty = not message["left"] and not message["unread"]
         self.left = _read_processes(message["left"])
         self.unread = _read_processes(message["unread"])
-        # Where only time helps: each search may leave a process that the kernel does not end.
-        waits = self.unread and not self.left
-        self._pause = min(MAX_PAUSE, self._pause * 2 or 0.25) if waits else 0.0
-        self._search_at = now() + self._pause
         return self._has_proof()
 
     def _has_proof(self) -> bool:

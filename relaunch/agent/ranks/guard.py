@@ -16,7 +16,6 @@ from relaunch.agent import processes, search
 from relaunch.agent.loop import Channel, Loop
 from relaunch.agent.protocol import Json, Token, now
 from relaunch.agent.ranks import cgroup
-from relaunch.agent.ranks.clients import MAX_PAUSE
 from relaunch.agent.search import SearchResult
 
 PING_INTERVAL = 2.0
@@ -26,6 +25,8 @@ MAX_MOVES = 20
 
 Each pass finds what was forked since the previous one, such as children of processes it missed.
 """
+MAX_SEARCH_PAUSE = 60.0
+"""Seconds between two searches of the node, at most, while one has left a process behind."""
 SCAN_INTERVALS = (0.02, 1.0)
 """Backoff in seconds between scans for survivors while killing: the first and the longest."""
 
@@ -109,7 +110,7 @@ class Guard:
 
     def run(self) -> None:
         while True:
-            if self.search > self.answered:
+            if self.search > self.answered and self._may_search():
                 self.answered = self.search
                 left, unread, _ = self._search_node()
                 self.link.send(
@@ -208,13 +209,9 @@ class Guard:
         left, unread = self._find_left()
         for process in left:
             processes.kill(process, signal.SIGKILL)
-        if self.has_clients and self.give_up_at is None and now() >= self.search_at:
+        if self.has_clients and self.give_up_at is None and self._may_search():
             # After what is below the shim: this takes longer.
-            found = self._search_node()
-            # Where only time helps: each search may leave a process behind.
-            waits = found.unread and not found.processes
-            self.search_pause = min(MAX_PAUSE, self.search_pause * 2 or 0.25) if waits else 0.0
-            self.search_at = now() + self.search_pause
+            self._search_node()
         self.pause = min(SCAN_INTERVALS[1], self.pause * 2) if left else SCAN_INTERVALS[1]
         self.scan_at = now() + self.pause
         return self.give_up_at is None or (bool(left or unread) and now() < self.give_up_at)
@@ -237,7 +234,22 @@ class Guard:
             for process in found.processes:
                 processes.kill(process, signal.SIGKILL)
             self.killed = found.processes
+        self.search_pause = (
+            min(MAX_SEARCH_PAUSE, self.search_pause * 2 or 0.25)
+            if processes.list_children()
+            else 0.0
+        )
+        self.search_at = now() + self.search_pause
         return found
+
+    def _may_search(self) -> bool:
+        """Return whether to search the node, which may leave a process that the kernel keeps.
+
+        Such a one ends once what it reads does not hang any more. While one is left, searches are
+        made less and less often.
+        """
+        _reap_orphans()
+        return now() >= self.search_at or not processes.list_children()
 
     def _find_named(self, groups: Dict[int, int]) -> SearchResult:
         """Find what has the token of this generation, or belongs to these groups."""

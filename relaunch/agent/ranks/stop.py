@@ -373,9 +373,11 @@ def _kill_rest(
         for process in left:
             processes.kill(process, signal.SIGKILL)
         killed = left
-        if time.monotonic() + pause > deadline:
+        rest = deadline - time.monotonic()
+        if rest <= 0:
             pids = {process.pid for process in (*left, *hidden)}
             named = pids.union(process.pid for process in found.unread)
             raise _make_stuck_refusal(pids, named, stuck_after)
-        time.sleep(pause)
-        pause = min(5.0 if found.unread and not left else 0.1, pause * 2)
+        waits = found.unread and not left and not hidden
+        pause = min(5.0 if waits else 0.1, pause * 2)
+        time.sleep(min(pause, rest))
