@@ -35,8 +35,13 @@ def ask(node: Node) -> dict[int, Json]:
 
 
 def await_words(node: Node) -> Json:
-    wait_for(lambda: ask(node)[1]["error"] is not None)
+    wait_for(lambda: has_written(ask(node)[1]))
     return ask(node)[1]
+
+
+def has_written(row: Json) -> bool:
+    """Whether the error file of a rank is written: it is empty when it is opened."""
+    return row["error"] is not None and "unreadable" not in row["error"]
 
 
 def test_a_rank_that_has_not_ended_is_reported_with_its_words(node: Node) -> None:
@@ -78,4 +83,4 @@ def test_what_a_rank_had_written_before_its_stop(node: Node, writes: bool) -> No
 
 def is_older_than_a_tick(node: Node) -> bool:
     row = ask(node)[1]
-    return row["error"] is not None and row["error_age"] > 0.1 and row["log_age"] > 0.1
+    return has_written(row) and row["error_age"] > 0.1 and row["log_age"] > 0.1
