@@ -174,20 +174,17 @@ def read_memory(pid: int) -> int | None:
 
 
 class Layout(NamedTuple):
-    """What /proc/<pid>/stat says of the memory of a process. Addresses of others' are 0."""
+    """What /proc/<pid>/stat says of the memory of a process."""
 
     threads: int
     size: int
     """Bytes of address space: 0 for a kernel thread, and once the first thread has ended."""
-    arguments: int
-    """The address of its arguments, which it gets before its environment; 0: not known."""
+    code: int
+    """Where its program begins. 0 while a program is being executed: until after it has got its
+    environment (load_elf_binary, fs/binfmt_elf.c); and of all in a sandbox that tells no addresses.
+    """
     environment: int
     environment_end: int
-
-    @property
-    def has_no_environment(self) -> bool:
-        """Whether the environment is empty. For a moment it is while a program is executed, too."""
-        return 0 < self.environment_end == self.environment
 
 
 def read_layout(pid: int) -> Layout | None:
@@ -198,7 +195,7 @@ def read_layout(pid: int) -> Layout | None:
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
     fields = text[text.rindex(b")") + 2 :].split()
-    return Layout(*(int(fields[index]) for index in (17, 20, 45, 47, 48)))
+    return Layout(*(int(fields[index]) for index in (17, 20, 23, 47, 48)))
 
 
 HIDDEN = 0

@@ -317,13 +317,16 @@ def _read_environment(pid: int) -> bytes:
         text = _read_file(f"/proc/{pid}/environ")
         if text:
             return text
-        layout = None if text is None else processes.read_layout(pid)
+        before, layout = layout, None if text is None else processes.read_layout(pid)
         if layout is None or not layout.size:
             break
+        if layout.code and before is not None and layout[2:] == before[2:]:
+            break  # the same program before and after: its environment is empty, or not in memory
         # It was read between two programs, with the environment of neither.
         time.sleep(0.001 * (attempt + 1))
     else:
-        if layout is not None and layout.arguments and not layout.has_no_environment:
+        own = processes.read_layout(os.getpid())
+        if own is not None and own.code:
             raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
     if layout is not None and not layout.size and layout.threads > 1:
         # Its first thread has ended: the others have the environment.
@@ -336,8 +339,11 @@ def _read_environment(pid: int) -> bytes:
 def _read_file(path: str) -> Optional[bytes]:
     """Return the beginning of a file; empty: its process has ended; None: it is another user's."""
     try:
-        with open(path, "rb") as file:
-            return file.read(MAX_ENVIRONMENT)
+        with open(path, "rb", buffering=0) as file:
+            text = b""
+            while len(text) < MAX_ENVIRONMENT and (more := file.read(65536)):
+                text += more
+            return text
     except (FileNotFoundError, ProcessLookupError):
         return b""
     except PermissionError:

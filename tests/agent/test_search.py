@@ -324,6 +324,27 @@ def test_a_process_is_read_again_while_it_executes(
     assert find(tmp_path) == (sorted(carriers), [])
 
 
+def test_an_environment_that_is_not_in_memory_is_none(tmp_path: Path) -> None:
+    """As of a process that was restored from a checkpoint: else it would be in doubt for ever."""
+    program = """
+import ctypes, mmap, time
+fields = open("/proc/self/stat").read().rpartition(")")[2].split()
+begin, end = (int(fields[n]) // mmap.PAGESIZE * mmap.PAGESIZE for n in (47, 48))
+size = ctypes.c_size_t(end - begin + mmap.PAGESIZE)
+print(ctypes.CDLL(None).mprotect(ctypes.c_void_p(begin), size, 0), flush=True)
+time.sleep(1000)
+"""
+    mine = {"RELAUNCH_TOKEN": "one", "RELAUNCH_NODE_STATE": str(tmp_path)}
+    command = [sys.executable, "-S", "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=mine) as stranger:
+        try:
+            assert stranger.stdout is not None
+            assert stranger.stdout.readline() == b"0\n"
+            assert find(tmp_path, stranger.pid) == ([], [])
+        finally:
+            stranger.kill()
+
+
 def test_a_process_whose_first_thread_has_ended_is_found(tmp_path: Path) -> None:
     program = """
 import ctypes, threading, time

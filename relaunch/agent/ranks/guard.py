@@ -138,6 +138,8 @@ class Guard:
         self.state = news["state"]
         self.may_run = news["may_run"]
         self.ends = news["ends"]
+        if news["kill_at"] != self.kill_at:
+            self.search_at = self.search_pause = 0.0  # a stop does not wait for the next search
         self.kill_at = news["kill_at"]
         self.supervisor = news["supervisor"]
         self.groups = dict(news["groups"])
