@@ -189,13 +189,21 @@ class Layout(NamedTuple):
 
 def read_layout(pid: int) -> Layout | None:
     """Return the layout of a process; None if it has ended, or /proc hides it."""
+    fields = _read_stat(pid)
+    return Layout(*(int(fields[index]) for index in (17, 20, 23, 47, 48))) if fields else None
+
+
+def _read_stat(pid: int) -> List[bytes]:
+    """Return the fields of /proc/<pid>/stat, from the state on; empty: it has ended, or is hidden.
+
+    So its index is three less than its number in proc(5).
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return None
-    fields = text[text.rindex(b")") + 2 :].split()
-    return Layout(*(int(fields[index]) for index in (17, 20, 23, 47, 48)))
+        return []
+    return text[text.rindex(b")") + 2 :].split()
 
 
 HIDDEN = 0
@@ -207,12 +215,9 @@ It is another user's, or one of this user that has made itself undumpable or run
 
 def read_process(pid: int) -> Process | None:
     """Return a process; None if it has ended, or is another user's and /proc hides it."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            text = file.read()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
+    fields = _read_stat(pid)
+    if not fields:
         return None
-    fields = text[text.rindex(b")") + 2 :].split()
     numbers = [int(fields[index]) for index in (1, 2, 3, 17, 19)]
     return Process(pid, fields[0].decode(), *numbers)
 

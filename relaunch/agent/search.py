@@ -38,6 +38,8 @@ one has new processes; a rank that forks and ends would have to escape all of th
 MAX_TRIES = 3
 """Maximum number of tries to have other processes read, which something may kill; and to read an
 environment that is empty."""
+MOST_READ = 64 << 10
+"""Bytes that are read at first: what most environments have at most."""
 MAX_ENVIRONMENT = 32 << 20
 """Bytes. A program gets at most 6 MiB (three quarters of _STK_LIM, fs/exec.c), but may make it look
 like any size."""
@@ -291,7 +293,7 @@ def _read_values(pid: int, variable: bytes, places: Iterable[bytes]) -> List[str
 
     Empty if the environment names none of the places as well.
     """
-    environment = _read_environment(pid)
+    environment = read_environment(pid)
     if variable not in environment:
         return []
     variables = environment.split(b"\0")
@@ -304,7 +306,7 @@ def _read_values(pid: int, variable: bytes, places: Iterable[bytes]) -> List[str
     ]
 
 
-def _read_environment(pid: int) -> bytes:
+def read_environment(pid: int) -> bytes:
     """Return the environment of a process.
 
     Empty: it has none, has ended, or belongs to another user.
@@ -340,10 +342,9 @@ def _read_file(path: str) -> Optional[bytes]:
     """Return the beginning of a file; empty: its process has ended; None: it is another user's."""
     try:
         with open(path, "rb", buffering=0) as file:
-            text = b""
-            while len(text) < MAX_ENVIRONMENT and (more := file.read(65536)):
-                text += more
-            return text
+            text = file.read(MOST_READ)
+            # In one piece: between two, the process may execute another program.
+            return text if len(text) < MOST_READ else os.pread(file.fileno(), MAX_ENVIRONMENT, 0)
     except (FileNotFoundError, ProcessLookupError):
         return b""
     except PermissionError:

@@ -211,8 +211,8 @@ def block(monkeypatch: pytest.MonkeyPatch, *blocked: int) -> None:
             signal.pause()
         return real(pid)
 
-    real = search._read_environment
-    monkeypatch.setattr(search, "_read_environment", read)
+    real = search.read_environment
+    monkeypatch.setattr(search, "read_environment", read)
 
 
 def test_a_search_goes_on_beside_each_that_hangs(
@@ -250,7 +250,7 @@ def test_what_forks_and_ends_while_it_is_read_is_found(
     os.mkfifo(fifo)
     script = f"read go < {fifo}; sleep 1000 & echo $! > {note}"
     mine = {"RELAUNCH_TOKEN": "one", "RELAUNCH_NODE_STATE": str(tmp_path)}
-    real = search._read_environment
+    real = search.read_environment
     with subprocess.Popen(["sh", "-c", script], env={**os.environ, **mine}) as first:
         wait_for(lambda: b"RELAUNCH_TOKEN=one\0" in real(first.pid))
 
@@ -260,7 +260,7 @@ def test_what_forks_and_ends_while_it_is_read_is_found(
                 wait_for(lambda: not is_alive(pid))
             return real(pid)
 
-        monkeypatch.setattr(search, "_read_environment", read)
+        monkeypatch.setattr(search, "read_environment", read)
         found, _ = find(tmp_path)
     assert found == [int(note.read_text())]
     os.kill(found[0], signal.SIGKILL)
@@ -280,14 +280,14 @@ def test_a_reader_that_dies_is_replaced_by_the_caller(
     carriers: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caller = os.getpid()
-    real = search._read_environment
+    real = search.read_environment
 
     def read(pid: int) -> bytes:
         if pid == carriers[1] and os.getpid() != caller:
             os.kill(os.getpid(), signal.SIGKILL)
         return real(pid)
 
-    monkeypatch.setattr(search, "_read_environment", read)
+    monkeypatch.setattr(search, "read_environment", read)
     assert find(tmp_path) == (sorted(carriers), [])
 
 

@@ -148,7 +148,8 @@ def _is_ours(state: Path, pid: int, ranks: Dict[int, int]) -> bool:
             process_now = processes.read_process(leader)
             if process_now is None or process_now.started == started:
                 return True
-    variables = _read_environment(pid)
+    text = search.read_environment(pid).decode(errors="replace")
+    variables = dict(variable.split("=", 1) for variable in text.split("\0") if "=" in variable)
     place = variables.get("RELAUNCH_NODE_STATE", "")
     if not place:
         return False
@@ -167,15 +168,6 @@ def _is_own(place: str) -> bool:
         return os.stat(place).st_uid == os.geteuid()
     except (OSError, ValueError):
         return False
-
-
-def _read_environment(pid: int) -> Dict[str, str]:
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            text = file.read().decode(errors="replace")
-    except OSError:  # it has ended, or belongs to another user
-        return {}
-    return dict(variable.split("=", 1) for variable in text.split("\0") if "=" in variable)
 
 
 def _identify(pid: int) -> Json:
