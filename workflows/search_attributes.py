@@ -15,6 +15,7 @@ from relaunch.job.failure import Failure, find_failure
 from relaunch.job.ladder import list_used_budgets
 from relaunch.job.state import DecisionRecord, FaultRecord, JobState, Phase
 from relaunch.repair.escalation import Escalation, EscalationDecision, ExamineNode
+from relaunch.repair.explain import kind_of_order
 from relaunch.repair.state import AskPerson, FinishRepair, LogEntry, RepairDecision, RepairState
 from relaunch.spec.policy import Strategy
 from relaunch.text import escape_markdown, join_names, omit_said, quote_code, strip_sequences
@@ -295,7 +296,8 @@ def repair_details(
     lines += _health_lines(repair.health)
     lines += _step_lines((*(escalation.log if escalation is not None else ()), *repair.log))
     if isinstance(decision, AskPerson):
-        answer = '`{"decision": "approve", "reason": "…", "by": "you"}`'
+        kind = kind_of_order(repair)
+        answer = f'`{{"decision": "approve", "repair": "{kind}", "reason": "…", "by": "you"}}`'
         lines += [
             "### Approval needed",
             "",

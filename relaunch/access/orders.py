@@ -10,11 +10,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, Literal
+from typing import Any
 
 from relaunch.access.signatures import SignatureError, verify
 from relaunch.fields import StrictModel, duration
 from relaunch.spec.access import Access, Permission, Right
+from relaunch.spec.policy import RepairKind
 from relaunch.text import join_names
 
 MAX_AGE = timedelta(minutes=5)
@@ -177,7 +178,7 @@ def check_order(
 class RepairStep:
     """What a worker is to do to a node, and the repair that orders it."""
 
-    verb: Literal["reset-gpus", "reboot", "power-cycle"]
+    verb: RepairKind
     fleet: str
     node: str
     namespace: str
@@ -186,7 +187,11 @@ class RepairStep:
     """Workflow and run as the server states them to the worker."""
 
 
-STRATEGIES = {"reset-gpus": "RESET_GPU", "reboot": "REBOOT_NODE", "power-cycle": "REBOOT_NODE"}
+STRATEGIES: Mapping[RepairKind, str] = {
+    "reset-gpus": "RESET_GPU",
+    "reboot": "REBOOT_NODE",
+    "power-cycle": "REBOOT_NODE",
+}
 
 
 def check_repair_step(
@@ -231,6 +236,7 @@ def check_repair_step(
     if order == REPAIR_ANSWER:
         is_of_it = receiver == (step.namespace, f"{workflow}/{step.run}")
         is_of_it = is_of_it and fields.get("decision") == "approve"
+        is_of_it = is_of_it and fields.get("repair") == step.verb
     else:
         # Without a strategy the examination chooses it.
         is_of_it = order == REPAIR_ORDER and receiver == (step.namespace, workflow)

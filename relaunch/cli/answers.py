@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from typing import Literal
 
 from pydantic import ValidationError
 from temporalio.client import (
     Client,
+    WorkflowQueryFailedError,
     WorkflowUpdateFailedError,
     WorkflowUpdateRPCTimeoutOrCancelledError,
 )
@@ -23,6 +25,14 @@ from relaunch.cli.sign import sign_message
 from relaunch.config import ConfigError
 from relaunch.job.state import JobState, Phase
 from relaunch.messages.jobs import AnswerMessage, explain
+from relaunch.repair.explain import kind_of_order
+from relaunch.repair.state import RepairState, Stage
+from relaunch.spec.policy import RepairKind
+from relaunch.text import join_names
+
+NO_WORKER = (
+    "no worker answers: start one (`relaunch up` or `relaunch-worker`), then repeat the command"
+)
 
 
 async def for_job(
@@ -33,9 +43,11 @@ async def for_job(
     within: str | None = None,
     node: str | None = None,
 ) -> str:
-    """Answer a job's question, or the repair it waits for; return a sentence with the result.
+    """Answer a job's question; return a sentence with the result.
 
-    With `node`, answer the request that the job leave that node.
+    With `node`, answer the request that the job leave that node. A repair that the job waits for is
+    answered by `for_node`: an approval that a person has typed for another launch must not reboot a
+    node, because the job has gone on to a repair meanwhile.
 
     Raises:
         ConfigError: The answer is invalid, or no question is pending.
@@ -43,56 +55,105 @@ async def for_job(
     message = _message(decision, reason, within, node)
     state = (await load_job(client, job)).state
     if state is None:
-        raise ConfigError(
-            f"job {job}: no worker answers: start one (`relaunch up` or `relaunch-worker`), then "
-            "repeat the command"
-        )
+        raise ConfigError(f"job {job}: {NO_WORKER}")
     if (
         state.phase is Phase.REPAIRING
         and state.tries
         and decision in ("approve", "deny")
         and not message.node
     ):
-        return await _answer_repairs(client, job, state, message)
+        raise ConfigError(await _name_repairs(client, job, state))
     result = await _update(client, handle_of(client, job).id, message)
     if result.refusal:
         raise ConfigError(result.refusal)
     return f"job {job}: {result.text}"
 
 
-async def _answer_repairs(client: Client, job: str, state: JobState, message: AnswerMessage) -> str:
-    nodes = state.tries[-1].nodes
-    outcomes = await asyncio.gather(
-        *(_answer_repair(client, repair_id(state.spec.fleet, node), message) for node in nodes)
-    )
-    answered = [node for node, why in zip(nodes, outcomes, strict=True) if not why]
-    if not answered:
-        raise ConfigError(f"job {job}: {next(why for why in outcomes if why)}")
-    return f"{message.decision}: sent to the repair of {', '.join(answered)}"
+async def _name_repairs(client: Client, job: str, state: JobState) -> str:
+    """Return, as a sentence, which repairs a job waits for and the commands that answer them."""
+    fleet, nodes = state.spec.fleet, state.tries[-1].nodes
+    asked = await asyncio.gather(*(_find_asked(client, repair_id(fleet, node)) for node in nodes))
+    commands = [
+        f"`relaunch nodes answer {node} approve --{kind} --fleet {fleet} --reason …` or `deny`"
+        for node, kind in zip(nodes, asked, strict=True)
+        if kind
+    ]
+    waits = f"job {job}: it asks nothing; it waits for the repair of {join_names(nodes)}"
+    if not commands:
+        return f"{waits}, which asks nothing now either"
+    return f"{waits}, which is answered by its node: {'; '.join(commands)}"
 
 
-async def for_node(client: Client, fleet: str, node: str, decision: str, reason: str) -> None:
-    """Approve or deny what the repair of one node asks, no matter who ordered the repair.
+async def _find_asked(client: Client, id_: str) -> RepairKind | Literal[""]:
+    """Return what a repair asks a person to approve; an empty string if it asks nothing.
 
     Raises:
-        ConfigError: No repair of the node is under way, or it asks nothing.
+        ConfigError: No worker answers for it.
     """
-    if why := await _answer_repair(
-        client, repair_id(fleet, node), _message(decision, reason, None)
-    ):
-        raise ConfigError(f"node {node}: {why}")
+    handle = client.get_workflow_handle(id_)
+    try:
+        # A repair that has not begun its strategy answers null, which the converter takes as well.
+        state: RepairState | None = await handle.query(
+            "state", result_type=RepairState, rpc_timeout=QUERY_TIMEOUT
+        )
+    except RPCError as error:
+        if error.status is RPCStatusCode.NOT_FOUND:
+            return ""
+        if error.status in (
+            RPCStatusCode.DEADLINE_EXCEEDED,
+            RPCStatusCode.CANCELLED,
+            RPCStatusCode.FAILED_PRECONDITION,
+        ):
+            raise ConfigError(f"{id_}: {NO_WORKER}") from None
+        raise
+    except WorkflowQueryFailedError as error:
+        raise ConfigError(f"{id_}: it cannot say what it asks: {error}") from None
+    if state is None or state.outcome is not None or state.stage is not Stage.ASKING:
+        return ""
+    return kind_of_order(state)
 
 
-async def _answer_repair(client: Client, id_: str, message: AnswerMessage) -> str:
-    """Return why the answer was refused, or an empty string if it was accepted."""
+async def for_node(
+    client: Client,
+    fleet: str,
+    node: str,
+    decision: str,
+    reason: str,
+    approved: RepairKind | None = None,
+) -> None:
+    """Approve or deny what the repair of one node asks, no matter who ordered the repair.
+
+    Args:
+        client: The client of the server.
+        fleet: The fleet of the node.
+        node: Its name.
+        decision: `approve` or `deny`.
+        reason: For the history.
+        approved: What is approved: refused if the repair asks something else by now.
+
+    Raises:
+        ConfigError: No repair of the node is under way, or it asks nothing, or something else.
+    """
+    id_ = repair_id(fleet, node)
+    message = _message(decision, reason, None)
+    if decision == "approve":
+        # A repair of 0.1.0 is sent no name and checks none, so it is compared here as well.
+        asked = await _find_asked(client, id_)
+        if approved is None:
+            asks = f"it asks for --{asked} now" if asked else "it asks nothing now"
+            raise ConfigError(
+                f"node {node}: say what is approved (--reset-gpus, --reboot, --power-cycle); {asks}"
+            )
+        if asked and asked != approved:
+            raise ConfigError(
+                f"node {node}: it asks for --{asked} now, and what was approved is --{approved}"
+            )
+        message = message.model_copy(update={"repair": approved})
     result = await _update(client, id_, message)
-    return (
-        f"no repair {id_} is running"
-        if result.is_missing
-        else f"{id_}: {result.refusal}"
-        if result.refusal
-        else ""
-    )
+    if result.is_missing:
+        raise ConfigError(f"node {node}: no repair {id_} is running")
+    if result.refusal:
+        raise ConfigError(f"node {node}: {id_}: {result.refusal}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +181,7 @@ async def _update(client: Client, id_: str, message: AnswerMessage) -> UpdateRes
             refusal=str(getattr(error.cause, "message", "") or error.cause or error)
         )
     except WorkflowUpdateRPCTimeoutOrCancelledError:
-        return UpdateResult(
-            refusal="no worker answers: start one (`relaunch up` or `relaunch-worker`), "
-            "then repeat the command"
-        )
+        return UpdateResult(refusal=NO_WORKER)
     except RPCError as error:
         if error.status is not RPCStatusCode.NOT_FOUND:
             raise

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from relaunch.cli.fleets import Answer
     from relaunch.pool.state import FleetState, WarmPython
+    from relaunch.spec.policy import RepairKind
 
 nodes_app = typer.Typer(
     no_args_is_help=True,
@@ -360,15 +361,38 @@ def nodes_answer(
     node: Node,
     decision: Annotated[str, typer.Argument(metavar="approve|deny")],
     reason: RequiredReason,
+    reset_gpus: Annotated[
+        bool, typer.Option("--reset-gpus", help="What is approved: its GPUs are reset.")
+    ] = False,
+    reboot: Annotated[
+        bool, typer.Option("--reboot", help="What is approved: it is rebooted.")
+    ] = False,
+    power_cycle: Annotated[
+        bool, typer.Option("--power-cycle", help="What is approved: its power is cycled.")
+    ] = False,
     fleet: Fleet = "default",
 ) -> None:
-    """Approve or deny what the repair of a node asks, no matter who ordered it. A repair that a job
-    ordered can also be answered with `relaunch answer JOB`."""
+    """Approve or deny what the repair of a node asks, no matter who ordered it. An approval names
+    what it approves, and is refused if the repair asks something else by then."""
     from relaunch.cli import answers
 
     if decision not in ("approve", "deny"):
         raise ConfigError(f"unknown answer {decision!r}: expected approve or deny")
-    run_with_client(lambda client, _: answers.for_node(client, fleet, node, decision, reason))
+    named: list[RepairKind] = []
+    named += ["reset-gpus"] if reset_gpus else []
+    named += ["reboot"] if reboot else []
+    named += ["power-cycle"] if power_cycle else []
+    if len(named) > 1 or (named and decision == "deny"):
+        options = " ".join(f"--{one}" for one in named)
+        expected = (
+            "one of them" if decision == "approve" else "none: deny refuses whatever is asked"
+        )
+        raise ConfigError(f"{decision} {options}: expected {expected}")
+    run_with_client(
+        lambda client, _: answers.for_node(
+            client, fleet, node, decision, reason, named[0] if named else None
+        )
+    )
     print(f"{decision}: sent to the repair of {node}")
 
 

@@ -29,6 +29,8 @@ FIRST_SIGNED = (0, 2)
 """The first release whose workflows take a proof. Those before it refuse an order that has one."""
 METADATA_QUERY = "__temporal_workflow_metadata"
 """Which each workflow has by the SDK; its answer lists the others."""
+FIELDS_SINCE_SIGNED = frozenset({"repair"})
+"""Fields of messages that came with the release that takes proofs: refused by those before it."""
 ASK_TIMEOUT = timedelta(seconds=5)
 """Long enough for a busy worker: an older one that is taken for none refuses the order."""
 
@@ -55,9 +57,11 @@ async def sign_message(
         if isinstance(message, StrictModel)
         else dict(message)
     )
+    plain = {name: value for name, value in fields.items() if name not in FIELDS_SINCE_SIGNED}
+    fields = {**plain, **{one: fields[one] for one in FIELDS_SINCE_SIGNED if fields.get(one)}}
     key = find_key()
-    if key is None:
-        return fields
+    if key is None and fields == plain:
+        return plain
     try:
         described = await client.get_workflow_handle(workflow).describe()
     except RPCError as error:
@@ -65,6 +69,8 @@ async def sign_message(
             raise
         return fields  # the send says that there is no such workflow
     if not await _takes_proofs(client, described):
+        return plain
+    if key is None:
         return fields
     first = described.raw_description.workflow_execution_info.first_run_id or described.run_id
     proof = await sign(key, client.namespace, f"{workflow}/{first}", name, fields)

@@ -36,6 +36,7 @@ from relaunch.spec.job import JobSpec
 from relaunch.spec.policy import (
     EXHAUST,
     Policy,
+    RepairKind,
     Strategy,
     list_stated,
     resolve,
@@ -261,6 +262,9 @@ class AnswerMessage(StrictModel):
     """For a snooze: how long until the question is asked again."""
     node: Literal[""] | Name = ""
     """The node, if this answers a request to leave it and not the job's own question."""
+    repair: RepairKind | Literal[""] = ""
+    """What is approved, if this answers a repair: refused if the repair asks something else when it
+    arrives. Empty: whatever is asked."""
     proof: Proof | None = None
 
 

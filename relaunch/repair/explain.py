@@ -10,7 +10,7 @@ from relaunch.evidence.findings import Verdict
 from relaunch.evidence.health import Health
 from relaunch.evidence.nvml import short
 from relaunch.repair.state import MAX_ORDERS, FinishRepair, RepairState, Stage
-from relaunch.spec.policy import Strategy
+from relaunch.spec.policy import RepairKind, Strategy
 from relaunch.text import join_names
 
 MAX_NAMED_GPUS = 8
@@ -25,6 +25,22 @@ def describe_order(state: RepairState) -> str:
     if state.strategy is Strategy.REBOOT_NODE:
         return f"{'power-cycle' if state.power else 'reboot'} {state.node}"
     return f"reset {_name_gpus(state)} on {state.node}"
+
+
+def kind_of_order(state: RepairState) -> RepairKind:
+    if state.strategy is Strategy.RESET_GPU:
+        return "reset-gpus"
+    return "power-cycle" if state.power else "reboot"
+
+
+def explain_other_approval(state: RepairState, approved: RepairKind | Literal[""]) -> str:
+    """Return why an approval is not of the order that is asked about; an empty string if it is.
+
+    A person answers minutes after having read the question. By then the repair may ask another.
+    """
+    if approved in ("", kind_of_order(state)):
+        return ""
+    return f"it asks whether to {describe_order(state)} now; what was approved is {approved}"
 
 
 def explain_order(state: RepairState) -> str:

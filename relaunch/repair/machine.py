@@ -38,6 +38,7 @@ from relaunch.repair.explain import (
     explain_failed_power_cycle,
     explain_failed_reset,
     explain_order,
+    explain_other_approval,
     explain_timeout,
     explain_unknown_health,
     explain_verdict,
@@ -428,6 +429,8 @@ def _apply_approval(state: RepairState, event: PersonAnswered, now: datetime) ->
         return _expire(state, now)
     if not event.approve:
         return _end(state, now, "refused", f"{person} denied the request to {order}{reason}")
+    if other := explain_other_approval(state, event.approved):
+        return _log(state, now, event.kind, f"{person} approved another repair: {other}")
     # Hours may have passed since the node was last probed.
     state = replace(state, approved_by=person, stage=Stage.CHECKING, ask_until=None)
     return _log(state, now, event.kind, f"{person} approved the request to {order}{reason}")

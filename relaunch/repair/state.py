@@ -14,7 +14,7 @@ from pydantic import Field
 
 from relaunch.evidence.findings import Verdict
 from relaunch.evidence.health import Health
-from relaunch.spec.policy import Strategy
+from relaunch.spec.policy import RepairKind, Strategy
 
 RepairOutcome = Literal["done", "refused", "ambiguous"]
 
@@ -177,6 +177,8 @@ class PersonAnswered:
     approve: bool
     by: str
     reason: str
+    approved: RepairKind | Literal[""] = ""
+    """What the person approves. Empty: whatever is asked, as in messages of 0.1.0."""
     kind: Literal["PersonAnswered"] = "PersonAnswered"
 
 

@@ -57,6 +57,10 @@ class Strategy(StrEnum):
         return self in (Strategy.RESET_GPU, Strategy.REBOOT_NODE)
 
 
+RepairKind = Literal["reset-gpus", "reboot", "power-cycle"]
+"""What is done to a node, in the words of `relaunch nodes repair`."""
+
+
 def _make_list(value: Any) -> Any:
     """Turn a single string into a list of one, so that users may write `when: HEALTHY`."""
     return [value] if isinstance(value, str) else value

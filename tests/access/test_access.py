@@ -399,7 +399,8 @@ def test_a_worker_does_to_a_node_only_what_was_signed_for_it(
         return check_repair_step(access, replace(STEP, **step), signed, now)
 
     ada = sign_as("ada")
-    approval = sign_as("ada", answered, "answer", decision="approve")
+    approves = {"decision": "approve", "repair": "reboot"}
+    approval = sign_as("ada", answered, "answer", **approves)
     late = NOW + timedelta(hours=3)
     assert check(ada) == check(ada, late) == check(approval) == ""
     assert check(sign_as("ada", strategy=None), verb="reset-gpus") == ""
@@ -407,7 +408,7 @@ def test_a_worker_does_to_a_node_only_what_was_signed_for_it(
     refused = {
         "no signed order": check(None),
         "rita may not repair": check(sign_as("rita")),
-        "olaf may not repair": check(sign_as("olaf", answered, "answer", decision="approve")),
+        "olaf may not repair": check(sign_as("olaf", answered, "answer", **approves)),
         "is not valid: it is not one of this order": check(
             replace(ada, text=ada.text.replace("n2", "n3")), node="n3", workflow="repair/gpus/n3"
         ),
@@ -427,6 +428,8 @@ def test_a_worker_does_to_a_node_only_what_was_signed_for_it(
         check(ada, fleet="other", workflow="repair/other/n2"),
         check(ada, namespace="second"),
         check(approval, run="run-2"),
+        check(approval, verb="power-cycle"),
+        check(sign_as("ada", answered, "answer", decision="approve")),
         check(sign_as("ada", answered, "answer", decision="deny")),
         check(sign_as("ada", "fleet/gpus/r", "pause")),
     ]

@@ -25,6 +25,7 @@ from temporalio.client import Client, WorkflowQueryFailedError
 from temporalio.service import RPCError, RPCStatusCode
 
 from relaunch.cli.sign import METADATA_QUERY, sign_message
+from relaunch.messages.jobs import AnswerMessage
 from tests.access.keys import make_key
 
 pytestmark = pytest.mark.skipif(
@@ -118,3 +119,24 @@ async def test_an_order_is_signed_for_builds_that_take_a_proof(
     sent = await sign_message(cast(Client, receiver), receiver.id, "cancel", order)
     assert ("proof" in sent) is is_signed
     assert {key: value for key, value in sent.items() if key != "proof"} == order
+
+
+@pytest.mark.parametrize("has_key", [True, False])
+async def test_a_name_of_a_repair_is_sent_where_it_is_known(
+    has_key: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = str(make_key(tmp_path, "ada")) if has_key else str(tmp_path / "none")
+    monkeypatch.setattr("relaunch.cli.sign.find_key", lambda: Path(key) if has_key else None)
+
+    async def send(receiver: Receiver, answer: AnswerMessage) -> dict[str, Any]:
+        return await sign_message(cast(Client, receiver), receiver.id, "answer", answer)
+
+    old, new = Receiver("0.1.0", "NodeRepair", queries=OLD), Receiver("0.2.0", "NodeRepair")
+    approval = AnswerMessage(decision="approve", reason="free", by="ada", repair="reboot")
+    assert (await send(new, approval))["repair"] == "reboot"
+    for receiver, answer in (
+        (old, approval),
+        (old, AnswerMessage(decision="deny", reason="mine", by="ada")),
+        (new, AnswerMessage(decision="snooze", reason="later", by="ada")),
+    ):
+        assert "repair" not in await send(receiver, answer)

@@ -28,7 +28,10 @@ with workflow.unsafe.imports_passed_through():
         NodeRecord,
         NodeStatus,
     )
+    from relaunch.repair.machine import begin
+    from relaunch.repair.state import RepairRules, RepairState, Stage
     from relaunch.spec.fleet import FleetLimits, FleetNode
+    from relaunch.spec.policy import Strategy
 
 T0 = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
 DEAF = "deaf"
@@ -130,6 +133,22 @@ class FakeRepair:
         )
         assert self._told is not None
         return f"{self._told.decision}: {self._told.reason}"
+
+    @workflow.query
+    def state(self) -> RepairState:
+        rules = RepairRules("ask", 2, 0, timedelta(minutes=10), timedelta(minutes=10))
+        asked = begin(
+            id="repair-1",
+            fleet="default",
+            node="gpu-01",
+            strategy=Strategy.REBOOT_NODE,
+            gpus=(),
+            reason="Xid 79",
+            by="ada",
+            rules=rules,
+            now=T0,
+        )
+        return replace(asked, stage=Stage.ASKING)
 
     @workflow.update
     async def answer(self, message: AnswerMessage) -> None:

@@ -151,7 +151,7 @@ async def test_a_repair_without_a_job_is_answered_by_its_nodes_name(
         "NodeRepair", id="repair/default/gpu-01", task_queue=TASK_QUEUE, result_type=str
     )
     one_sentence(
-        await place.starter("nodes", "answer", "gpu-01", "approve", "--reason", DEAF),
+        await place.starter("nodes", "answer", "gpu-01", "approve", "--reboot", "--reason", DEAF),
         "repair/default/gpu-01",
         "nothing is asked",
     )
@@ -160,6 +160,13 @@ async def test_a_repair_without_a_job_is_answered_by_its_nodes_name(
         "'maybe'",
         "approve or deny",
     )
+    for decision, options, *expected in (
+        ("approve", (), "--reset-gpus, --reboot, --power-cycle"),
+        ("approve", ("--reboot", "--reset-gpus"), "one of them"),
+        ("deny", ("--reboot",), "none"),
+    ):
+        words = ("nodes", "answer", "gpu-01", decision, *options, "--reason", "x")
+        one_sentence(await place.starter(*words), decision, *options, *expected)
     assert "gpu-01" in read_output(
         await place.starter("nodes", "answer", "gpu-01", "deny", "--reason", "mine")
     )

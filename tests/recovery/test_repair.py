@@ -45,7 +45,7 @@ from relaunch.repair.state import (
     WaitEnded,
     WaitForNode,
 )
-from relaunch.spec.policy import Strategy
+from relaunch.spec.policy import RepairKind, Strategy
 from tests.recovery.builders import at
 from tests.recovery.nodes import FAULTY, NO_NVML, bus, diag, disk, gpu, journal, nvml, probe
 from tests.recovery.test_links import port
@@ -313,6 +313,18 @@ def test_a_person_is_asked_with_details_then_the_node_is_read(snapshot: Snapshot
     assert refusal(
         then(state, NodeProbed(probe(jobs=[{"job": "llama", "generation": 1}])), seconds=60)
     ) == snapshot(name="in-use")
+
+
+def test_an_approval_of_another_repair_approves_nothing() -> None:
+    asked = after(repair(mode="ask"), SAME)
+    question = decide(asked, at(0))
+    others: tuple[RepairKind, ...] = ("reset-gpus", "power-cycle")
+    for other in others:
+        state = after(asked, PersonAnswered(True, "ada", "", other), WaitEnded())
+        assert decide(state, at(0)) == question and state.approved_by == ""
+        assert state.log[-1].reason.startswith("ada approved another repair")
+    state = after(asked, PersonAnswered(True, "ada", "", "reboot"))
+    assert state.approved_by == "ada" and isinstance(decide(state, at(0)), ProbeNode)
 
 
 def test_many_gpus_are_counted_in_a_question(snapshot: SnapshotAssertion) -> None:

@@ -279,7 +279,7 @@ async def test_s1_5_no_person_is_asked_for_a_reset_that_is_refused(server: Clien
         asked, answered = one.told.notices
         assert (asked.event, asked.state, answered.state) == ("question", "open", "resolved")
         assert asked.key == answered.key == f"{one.told.fleet}/question/repair/n1"
-        assert asked.command.startswith("relaunch nodes answer n1 approve|deny")
+        assert asked.command.startswith("relaunch nodes answer n1 approve --reboot")
 
 
 @pytest.mark.parametrize("repairs", ["act", "ask", "observe"])

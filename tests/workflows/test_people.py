@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 from temporalio.api.enums.v1 import EventType
+from temporalio.client import WorkflowUpdateFailedError
 
 from relaunch.job.state import Phase
 from tests.fakes.nodes import Cut, Exit, Script, SimulatedBackend
@@ -82,6 +83,10 @@ async def test_a_question_left_unanswered_frees_nodes_and_ends_no_job(
         assert state.phase is Phase.WAITING_FOR_PERSON
         await waits.handle.signal("cancel")
         assert (await waits.result()).phase is Phase.CANCELLED
+        reboot = {"decision": "approve", "repair": "reboot", "by": "ada"}
+        with pytest.raises(WorkflowUpdateFailedError) as refused:
+            await asks.handle.execute_update("answer", reboot)
+        assert "reboot" in str(refused.value.cause), "an approval of a repair launches no ranks"
         await asks.handle.execute_update("answer", {"decision": "approve", "by": "ada"})
         state = await asks.until_phase(Phase.RUNNING, 2)
         assert state.reminders == 0

@@ -15,10 +15,14 @@ from typing import Any
 import pytest
 from temporalio.client import WorkflowHandle, WorkflowUpdateFailedError
 
+from relaunch.cli import answers
+from relaunch.config import ConfigError
 from relaunch.evidence.findings import Verdict
 from relaunch.job.state import Phase
+from relaunch.messages.bounds import MAX_REASON, bound_message
 from relaunch.messages.jobs import NodeRepairInput, NodeRepairResult
 from relaunch.spec.policy import Policy, Strategy
+from relaunch.workflows.node_repair.workflow import join_question
 from tests.backends.upkeep_invariants import assert_upkeep
 from tests.fakes.nodes import (
     DiagHangs,
@@ -249,8 +253,17 @@ async def test_a_repair_that_needs_approval_waits_and_the_job_says_so(
         with pytest.raises(WorkflowUpdateFailedError) as refused:
             await repair.execute_update("answer", {"decision": "perhaps"})
         assert "decision" in str(refused.value.cause)
-        await repair.execute_update(
-            "answer", {"decision": "approve", "by": "grace", "reason": "no other job is on it"}
+        # A person who has read another question approves that one, not this reboot.
+        approve = f"relaunch nodes answer n2 approve --reboot --fleet {rig.fleets.known.name}"
+        assert approve in state.next.what
+        for other in ("reset-gpus", "power-cycle"):
+            with pytest.raises(WorkflowUpdateFailedError) as refused:
+                await repair.execute_update("answer", {"decision": "approve", "repair": other})
+            assert other in str(refused.value.cause)
+        await refuse_by_command(rig, job, approve)
+        assert (await job.state()).phase is Phase.REPAIRING and did(rig, "rebooted") == []
+        await answers.for_node(
+            rig.client, rig.fleets.known.name, "n2", "approve", "no other job is on it", "reboot"
         )
         assert (await job.result()).phase is Phase.SUCCEEDED
         assert did(rig, "rebooted") == [("n2", "reboot")]
@@ -291,6 +304,28 @@ async def test_a_job_that_continues_as_new_follows_its_repair(
             result = await job.result()
             assert (result.phase, did(rig, "rebooted")) == (Phase.FAILED, [])
             assert "ended from outside" in result.reason
+
+
+async def test_a_long_question_does_not_cost_its_commands() -> None:
+    answers = "Answer with `relaunch nodes answer n2 approve --reboot --fleet lab --reason …`"
+    joined = join_question("why? " * 200, answers)
+    assert len(joined) <= MAX_REASON and joined.startswith("why? why?")
+    assert bound_message({"question": joined})["question"].endswith(answers)
+
+
+async def refuse_by_command(rig: Rig, job: Job, approve: str) -> None:
+    """Commands that a person typed for another question approve no reboot of n2."""
+    name, fleet = job.handle.id.removeprefix("job/"), rig.fleets.known.name
+    for decision in ("approve", "deny"):
+        with pytest.raises(ConfigError) as refused:
+            await answers.for_job(rig.client, name, decision, "go on")
+        assert f"`{approve} --reason …`" in str(refused.value)
+    with pytest.raises(ConfigError, match="asks for --reboot now"):
+        await answers.for_node(rig.client, fleet, "n2", "approve", "go on")
+    with pytest.raises(ConfigError, match="asks for --reboot now, and"):
+        await answers.for_node(rig.client, fleet, "n2", "approve", "go on", "power-cycle")
+    with pytest.raises(ConfigError, match="no repair"):
+        await answers.for_node(rig.client, fleet, "n1", "approve", "go on", "reboot")
 
 
 async def questions(job: Job) -> list[str]:

@@ -35,9 +35,10 @@ with workflow.unsafe.imports_passed_through():
     )
     from relaunch.activities.examine import DIAGNOSE_TIMEOUTS, NodeTerms
     from relaunch.evidence.catalog import catalog
+    from relaunch.evidence.fields import text
     from relaunch.evidence.findings import Verdict
     from relaunch.evidence.health import Health
-    from relaunch.messages.bounds import bound_message
+    from relaunch.messages.bounds import MAX_REASON, bound_message
     from relaunch.messages.jobs import AnswerMessage, NodeRepairInput, NodeRepairResult, explain
     from relaunch.messages.notices import Notice
     from relaunch.pool.messages import Healing
@@ -53,7 +54,7 @@ with workflow.unsafe.imports_passed_through():
         cancel,
         choose_next,
     )
-    from relaunch.repair.explain import describe_order
+    from relaunch.repair.explain import describe_order, explain_other_approval, kind_of_order
     from relaunch.repair.machine import (
         PROBE_TIMEOUT,
         begin,
@@ -375,11 +376,12 @@ class NodeRepair:
     async def _ask_person(self, state: RepairState, decision: AskPerson) -> RepairEvent:
         """Show the question on the page of the waiting job, too, and wait for the answer, or until
         the node shows that none is needed any more."""
-        how = f"Answer with `relaunch answer {self._input.job} approve` or `deny`"
-        question = f"{decision.question} {how}; without an answer it is not done"
+        approve, deny = self._write_answers(state)
+        how = f"Answer with `{approve} --reason …` or `{deny} --reason …`"
+        question = join_question(decision.question, f"{how}; without an answer it is not done")
         await self._show_question(question, decision.until)
         unanswered = f"without an answer, relaunch does not {describe_order(state)}"
-        asked = self._describe_question(decision.question, unanswered)
+        asked = self._describe_question(state, decision.question, unanswered)
         self._tell_people(asked)
         is_answered, probe, settled = await self._await_answer(state, decision, unanswered)
         await self._show_question("", None)
@@ -418,13 +420,19 @@ class NodeRepair:
             if settled := explain_settled(state, probe, self._catalog):
                 return False, probe, settled
 
-    def _describe_question(self, question: str, unanswered: str) -> Notice:
+    def _write_answers(self, state: RepairState) -> tuple[str, str]:
+        """Return the commands that approve and deny what is asked, without the reason.
+
+        An approval names what it approves. If another repair is asked about when it arrives, it is
+        refused.
+        """
+        start = self._input
+        answer, fleet = f"relaunch nodes answer {start.node}", f"--fleet {start.fleet}"
+        return f"{answer} approve --{kind_of_order(state)} {fleet}", f"{answer} deny {fleet}"
+
+    def _describe_question(self, state: RepairState, question: str, unanswered: str) -> Notice:
         start, info = self._input, workflow.info()
-        answer = f"relaunch answer {start.job} approve|deny --reason …"
-        if not start.job:
-            answer = (
-                f"relaunch nodes answer {start.node} approve|deny --fleet {start.fleet} --reason …"
-            )
+        approve, deny = self._write_answers(state)
         return Notice(
             "question",
             f"{start.fleet}/question/repair/{start.node}",
@@ -433,8 +441,11 @@ class NodeRepair:
             workflow.now(),
             done="nothing yet; the node stays as it is",
             wanted=f"an answer; {unanswered}",
-            command=answer,
-            details=(f"ordered by {start.by}: {start.reason}",),
+            command=f"{approve} --reason …",
+            details=(
+                f"to deny it: {deny} --reason …",
+                f"ordered by {start.by}: {start.reason}",
+            ),
             job=start.job,
             nodes=(start.node,),
             workflow=info.workflow_id,
@@ -502,7 +513,9 @@ class NodeRepair:
 
     @workflow.update(
         description="Answer what this repair asks: "
-        '{"decision": "approve" | "deny", "reason": "…", "by": "…"}.'
+        '{"decision": "approve" | "deny", "repair": "reset-gpus" | "reboot" | "power-cycle", '
+        '"reason": "…", "by": "…"}. An approval of another repair than the one asked about is '
+        "refused."
     )
     async def answer(self, message: Any = None, *_more: Any) -> str:
         answer = AnswerMessage.model_validate(bound_message(message))
@@ -521,7 +534,7 @@ class NodeRepair:
         if verdict.refusal:
             raise reject(verdict.refusal)
         self._signed = signed
-        self._inbox.append(PersonAnswered(approved, verdict.by, answer.reason))
+        self._inbox.append(PersonAnswered(approved, verdict.by, answer.reason, answer.repair))
         return "approved" if approved else "denied"
 
     @answer.validator
@@ -536,6 +549,16 @@ class NodeRepair:
             raise reject(f"decision: {answer.decision or 'missing'}, expected approve or deny")
         if not isinstance(self._decision, AskPerson):
             raise reject(f"this repair asks nothing now: {self._describe_next()}")
+        assert self._state is not None, "only a strategy asks"
+        if answer.decision == "approve" and (
+            other := explain_other_approval(self._state, answer.repair)
+        ):
+            raise reject(other)
+        if answer.decision == "approve" and answer.proof is not None and not answer.repair:
+            raise reject(
+                "repair: missing; a signed approval names what it approves, here "
+                f"{kind_of_order(self._state)}"
+            )
 
     @workflow.signal(description="The fleet's answer to a request for a permit.")
     def permitted(self, message: Any = None, *_more: Any) -> None:
@@ -572,6 +595,15 @@ class NodeRepair:
         if self._decision is None:
             return "the repair begins"
         return f"{self._decision.kind}: {self._permits.waiting_for or self._decision.reason}"
+
+
+def join_question(question: str, answers: str) -> str:
+    """Return a question with the commands that answer it, as a job shows it.
+
+    A job keeps `MAX_REASON` characters: what does not fit is lost of the question, and not of the
+    commands.
+    """
+    return f"{text(question, max(100, MAX_REASON - len(answers) - 1))} {answers}"
 
 
 async def _finish(task: asyncio.Task[None], timeout: timedelta | None = None) -> None:

@@ -286,6 +286,8 @@ class MessageHandlers:
             raise reject(explain(error)) from None
         if not answered.decision:
             raise reject("decision: missing, expected approve, deny, snooze or take-over")
+        if answered.repair:
+            raise reject(f"repair: {answered.repair}; a repair is answered on its own page")
         if refusal := check_answer(
             self._session.job, answered.decision, workflow.now(), answered.node
         ):
