@@ -519,7 +519,8 @@ class Round:
         await asyncio.sleep(self.moment(4.0))
         self._heal(*{*self.cut_off, node} - {""})
         await self._end()
-        return Expected((LOST,))
+        # A spare that answered just before the cut may still be granted, and is lost as well.
+        return Expected((LOST, LOST + LOST))
 
     async def _finish_waiting_for_person(self) -> Expected:
         node = await self._hit()
