@@ -150,8 +150,12 @@ def _read_observations(generation: Generation) -> Any:
 
 
 def _read_progress(generation: Generation) -> Any:
-    files = sorted((generation.path / "progress").glob("rank_*"))
-    return {path.name: parse_file(path.read_text()) for path in files}
+    """Read what ranks wrote last; as by a supervisor, without a file that was just truncated."""
+    texts = {
+        path.name: path.read_text()
+        for path in sorted((generation.path / "progress").glob("rank_*"))
+    }
+    return {name: parse_file(text) for name, text in texts.items() if text}
 
 
 def _read_log_times(generation: Generation) -> Any:

@@ -104,7 +104,7 @@ def parse_file(text: str) -> Json:
     Return step, values, phase, and the step of the newest finished checkpoint (None if not given).
 
     Raises:
-        Unreadable: The text is neither, or a number is out of range.
+        ProgressError: The text is neither, or a number is out of range.
     """
     try:
         value = json.loads(text)
