@@ -13,9 +13,11 @@ from pydantic import ValidationError
 from temporalio.client import (
     Client,
     WorkflowQueryFailedError,
+    WorkflowQueryRejectedError,
     WorkflowUpdateFailedError,
     WorkflowUpdateRPCTimeoutOrCancelledError,
 )
+from temporalio.common import QueryRejectCondition
 from temporalio.service import RPCError, RPCStatusCode
 
 from relaunch.cli.client import whoami
@@ -72,12 +74,17 @@ async def for_job(
 async def _name_repairs(client: Client, job: str, state: JobState) -> str:
     """Return, as a sentence, which repairs a job waits for and the commands that answer them."""
     fleet, nodes = state.spec.fleet, state.tries[-1].nodes
-    asked = await asyncio.gather(*(_find_asked(client, repair_id(fleet, node)) for node in nodes))
-    commands = [
-        f"`relaunch nodes answer {node} approve --{kind} --fleet {fleet} --reason …` or `deny`"
-        for node, kind in zip(nodes, asked, strict=True)
-        if kind
-    ]
+    asked = await asyncio.gather(
+        *(_find_asked(client, repair_id(fleet, node)) for node in nodes), return_exceptions=True
+    )
+    commands = []
+    for node, kind in zip(nodes, asked, strict=True):
+        if isinstance(kind, BaseException):
+            if not isinstance(kind, ConfigError):
+                raise kind
+        elif kind:
+            approve = f"relaunch nodes answer {node} approve --{kind} --fleet {fleet} --reason …"
+            commands.append(f"`{approve}` or `deny`")
     waits = f"job {job}: it asks nothing; it waits for the repair of {join_names(nodes)}"
     if not commands:
         return f"{waits}, which asks nothing now either"
@@ -94,8 +101,13 @@ async def _find_asked(client: Client, id_: str) -> RepairKind | Literal[""]:
     try:
         # A repair that has not begun its strategy answers null, which the converter takes as well.
         state: RepairState | None = await handle.query(
-            "state", result_type=RepairState, rpc_timeout=QUERY_TIMEOUT
+            "state",
+            result_type=RepairState,
+            rpc_timeout=QUERY_TIMEOUT,
+            reject_condition=QueryRejectCondition.NOT_OPEN,
         )
+    except WorkflowQueryRejectedError:
+        return ""  # it has ended, whatever it asked at that time
     except RPCError as error:
         if error.status is RPCStatusCode.NOT_FOUND:
             return ""
@@ -108,7 +120,9 @@ async def _find_asked(client: Client, id_: str) -> RepairKind | Literal[""]:
         raise
     except WorkflowQueryFailedError as error:
         raise ConfigError(f"{id_}: it cannot say what it asks: {error}") from None
-    if state is None or state.outcome is not None or state.stage is not Stage.ASKING:
+    if state is None or state.outcome is not None or state.cancel_reason:
+        return ""
+    if state.stage is not Stage.ASKING:
         return ""
     return kind_of_order(state)
 

@@ -545,13 +545,17 @@ async def test_approvals_of_a_repair_that_a_job_orders(
         handle = await repair_of(rig, job)
         await job.until(lambda s: "n2" in s.next.what and "?" in s.next.what)
         allowed = Caller("ada", keys["ada"])
+        approval = {"decision": "approve", "repair": "reboot"}
         for caller in list_callers(keys):
             if caller == allowed:
                 continue
-            refusal = await update(rig, handle, caller, "answer", {"decision": "approve"})
+            refusal = await update(rig, handle, caller, "answer", approval)
             assert refusal.startswith(f"{caller.shown} may not approve the repair of n2"), refusal
+        for other, words in (("", "repair: missing"), ("power-cycle", "approved is power-cycle")):
+            refusal = await update(rig, handle, allowed, "answer", {**approval, "repair": other})
+            assert words in refusal, refusal
         assert [one for one in rig.backend.upkeep if one.kind == "rebooted"] == []
-        assert await update(rig, handle, allowed, "answer", {"decision": "approve"}) == ""
+        assert await update(rig, handle, allowed, "answer", approval) == ""
         assert (await job.result()).phase is Phase.SUCCEEDED
         reboots = [one for one in rig.backend.upkeep if one.kind == "rebooted"]
         assert len(reboots) == 1

@@ -267,6 +267,8 @@ async def test_a_repair_that_needs_approval_waits_and_the_job_says_so(
         )
         assert (await job.result()).phase is Phase.SUCCEEDED
         assert did(rig, "rebooted") == [("n2", "reboot")]
+        with pytest.raises(ConfigError, match="asks nothing now"):
+            await answers.for_node(rig.client, rig.fleets.known.name, "n2", "approve", "go on")
         assert await questions(job) == ["asked", ""], (
             "its page asks no longer once there is an answer"
         )

@@ -441,11 +441,8 @@ class NodeRepair:
             workflow.now(),
             done="nothing yet; the node stays as it is",
             wanted=f"an answer; {unanswered}",
-            command=f"{approve} --reason …",
-            details=(
-                f"to deny it: {deny} --reason …",
-                f"ordered by {start.by}: {start.reason}",
-            ),
+            command=f"{approve} --reason …, or {deny} --reason …",
+            details=(f"ordered by {start.by}: {start.reason}",),
             job=start.job,
             nodes=(start.node,),
             workflow=info.workflow_id,
@@ -522,6 +519,9 @@ class NodeRepair:
         await await_next_task()
         approved = answer.decision == "approve"
         node = self._input.node
+        # Another question may have come up since the answer was accepted.
+        if other := self._explain_other(answer):
+            raise reject(other)
         signed = read_signed_message(REPAIR_ANSWER, message)
         verdict = self._check(
             PersonOrder(
@@ -549,16 +549,15 @@ class NodeRepair:
             raise reject(f"decision: {answer.decision or 'missing'}, expected approve or deny")
         if not isinstance(self._decision, AskPerson):
             raise reject(f"this repair asks nothing now: {self._describe_next()}")
-        assert self._state is not None, "only a strategy asks"
-        if answer.decision == "approve" and (
-            other := explain_other_approval(self._state, answer.repair)
-        ):
+        if other := self._explain_other(answer):
             raise reject(other)
         if answer.decision == "approve" and answer.proof is not None and not answer.repair:
-            raise reject(
-                "repair: missing; a signed approval names what it approves, here "
-                f"{kind_of_order(self._state)}"
-            )
+            raise reject("repair: missing; a signed approval names what it approves")
+
+    def _explain_other(self, answer: AnswerMessage) -> str:
+        if answer.decision != "approve" or self._state is None:
+            return ""
+        return explain_other_approval(self._state, answer.repair)
 
     @workflow.signal(description="The fleet's answer to a request for a permit.")
     def permitted(self, message: Any = None, *_more: Any) -> None:
@@ -603,7 +602,7 @@ def join_question(question: str, answers: str) -> str:
     A job keeps `MAX_REASON` characters: what does not fit is lost of the question, and not of the
     commands.
     """
-    return f"{text(question, max(100, MAX_REASON - len(answers) - 1))} {answers}"
+    return f"{text(question, max(80, MAX_REASON - len(answers) - 1))} {answers}"
 
 
 async def _finish(task: asyncio.Task[None], timeout: timedelta | None = None) -> None:
