@@ -335,7 +335,9 @@ print(ctypes.CDLL(None).mprotect(ctypes.c_void_p(begin), size, 0), flush=True)
 time.sleep(1000)
 """
     mine = {"RELAUNCH_TOKEN": "one", "RELAUNCH_NODE_STATE": str(tmp_path)}
-    command = [sys.executable, "-S", "-c", program]
+    # The long argument lies between the environment and the stack that the program runs on: in one
+    # page with that, it would end by SIGSEGV.
+    command = [sys.executable, "-S", "-c", program, "x" * 64 * 1024]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=mine) as stranger:
         try:
             assert stranger.stdout is not None
