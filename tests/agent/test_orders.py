@@ -38,7 +38,7 @@ def why(answer: Any) -> str:
     return f"{answer['outcome']} {answer.get('why', '')}".strip()
 
 
-def test_two_rounds_start_every_rank_once_and_repeat_the_answers(node: Node) -> None:
+def test_s2_2_a_start_that_comes_again_starts_no_rank_again(node: Node) -> None:
     prepared = node.prepare()
     assert prepared is not None
     assert prepared["outcome"] == "done"

@@ -97,7 +97,8 @@ def started(job: Job) -> dict[int, list[str]]:
 async def test_s1_2_a_rank_that_fails_has_all_ranks_relaunched(
     world: World, aws: EcsPlaces
 ) -> None:
-    job = await world.submit()
+    # The rank that does not fail would wait for the other for ever: it ends because it is stopped.
+    job = await world.submit(rank=("--stand-still",))
     await job.until_steps()
     (job.folder / "fail.1").write_text("CUDA error: an illegal memory access was encountered")
     await job.until_phase("RUNNING", generation=2)

@@ -208,9 +208,11 @@ def test_s4_8_everything_on_is_the_preset() -> None:
 
 
 def test_s4_8_the_preset_itself_is_not_changed() -> None:
-    before = preset("modelarts")
-    switched(False, False, 1)
-    assert preset("modelarts") == before
+    given = preset("modelarts")
+    for words in ({JOB_RETRIES: "2"}, {GRACE_PERIOD: "5"}):
+        changed = apply_annotations(given, words), apply_grace_period(given, words)
+        assert any(one != given for one in changed)
+        assert given == preset("modelarts")
 
 
 def test_s4_8_a_policy_that_extends_modelarts_switches_as_well() -> None:

@@ -416,7 +416,7 @@ def test_too_small_a_fleet_is_hopeless_and_a_short_one_awaited() -> None:
     assert isinstance(decision, Stop) and decision.exit_code == 2
 
 
-def test_s3_4_success_needs_every_rank() -> None:
+def test_s3_4_when_every_rank_succeeds_so_does_the_job() -> None:
     job, decision = step(running(), RanksSucceeded(1))
     assert isinstance(decision, Stop) and (decision.phase, decision.exit_code) == (
         Phase.SUCCEEDED,

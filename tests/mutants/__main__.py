@@ -1,0 +1,178 @@
+"""Take out of the code what a row is about, one change after the other, and run the tests named
+after it: each has to fail.
+
+    python -m tests.mutants [ROW ...] [--work FOLDER] [--jobs N]
+
+Each change is made in a copy of this checkout. Before, the same tests run in a copy without any:
+they have to pass. With `--work` it goes on there after an interruption. Exit code 1 if a test
+passes in spite of a change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+from tests.mutants.mutant import ROOT, Mutant
+from tests.mutants.rows import MUTANTS
+
+BASELINE = "none"
+TIMEOUT_S = 120
+"""For one test. One that waits for what the change took out ends then, and has failed."""
+Outcomes = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The tests of a mutant, or all of them without any change."""
+
+    key: str
+    mutant: Mutant | None
+    tests: tuple[str, ...]
+
+
+def list_runs(mutants: Sequence[Mutant]) -> list[Run]:
+    tests = sorted({test for mutant in mutants for test in mutant.tests})
+    by_file: dict[str, list[str]] = {}
+    for test in tests:
+        by_file.setdefault(test.partition("::")[0], []).append(test)
+    before = [Run(f"{BASELINE}: {file}", None, tuple(ids)) for file, ids in by_file.items()]
+    changed = [Run(f"{one.row}: {one.what}", one, one.tests) for one in mutants]
+    return sorted(before + changed, key=lambda run: max(map(_place, run.tests)))
+
+
+def _place(test: str) -> int:
+    """Return where a test stands in the order: first those that start no server and no process."""
+    folders = ("recovery", "access", "deploy", "console", "activities", "agent", "backends")
+    folder = test.split("/")[1]
+    slow = {"workflows": len(folders), "e2e": len(folders) + 1}
+    return folders.index(folder) if folder in folders else slow.get(folder, 0)
+
+
+def copy_checkout(folder: Path) -> None:
+    """Copy what git tracks or would add, with its links."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    ).stdout.decode()
+    for name in filter(None, listed.split("\0")):
+        source, target = ROOT / name, folder / name
+        if source.is_symlink() or source.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target, follow_symlinks=False)
+
+
+def run(one: Run, copy: Path) -> Outcomes:
+    """Run its tests in a copy; return `passed`, `failed` or `skipped` for each."""
+    if one.mutant is None:
+        return _run_tests(one.tests, copy)
+    file = copy / one.mutant.file
+    before = file.read_text()
+    file.write_text(one.mutant.change(copy))
+    try:
+        return _run_tests(one.tests, copy)
+    finally:
+        file.write_text(before)
+
+
+def _run_tests(tests: Sequence[str], copy: Path) -> Outcomes:
+    report = copy / "report.xml"
+    report.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout"]
+    command += [str(TIMEOUT_S), "-m", "long or not long", f"--junitxml={report}", *tests]
+    # Compiled code is known by time and size only, and a mutant may have both of what it replaces.
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        command, cwd=copy, env=environment, capture_output=True, text=True, errors="replace"
+    )
+    if not report.exists() or done.returncode not in (0, 1):
+        raise RuntimeError(
+            f"pytest ended with {done.returncode}: {done.stdout[-2000:]}{done.stderr}"
+        )
+    return read_report(report, tests)
+
+
+def read_report(report: Path, tests: Iterable[str]) -> Outcomes:
+    """Return for each test the worst of its variants: one that fails is enough."""
+    worst = {"skipped": 0, "passed": 1, "failed": 2}
+    found: Outcomes = {}
+    for case in ET.parse(report).iter("testcase"):
+        kinds = {child.tag for child in case}
+        outcome = "failed" if kinds & {"failure", "error"} else "passed"
+        outcome = "skipped" if "skipped" in kinds else outcome
+        file = str(case.get("classname")).replace(".", "/") + ".py"
+        test = f"{file}::{str(case.get('name')).partition('[')[0]}"
+        found[test] = max(found.get(test, "skipped"), outcome, key=worst.__getitem__)
+    return {test: found.get(test.partition("[")[0], "not found") for test in tests}
+
+
+def judge(one: Run, outcomes: Outcomes) -> list[str]:
+    """Return what is wrong: tests that pass with the change, or that do not pass without."""
+    expected = "passed" if one.mutant is None else "failed"
+    return [f"{test}: {outcome}" for test, outcome in outcomes.items() if outcome != expected]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("rows", nargs="*", metavar="ROW", help="such as S2.8; default: all")
+    parser.add_argument("--work", type=Path, help="keep the results here, and go on from them")
+    parser.add_argument("--jobs", type=int, default=2, help="how many run beside each other")
+    given = parser.parse_args()
+    unknown = sorted({*given.rows} - {one.row for one in MUTANTS})
+    if unknown:
+        parser.error(f"{', '.join(unknown)}: no mutant has this row")
+    mutants = [one for one in MUTANTS if not given.rows or one.row in given.rows]
+    with tempfile.TemporaryDirectory(prefix="relaunch-mutants-") as scratch:
+        work = given.work or Path(scratch)
+        work.mkdir(parents=True, exist_ok=True)
+        kept = work / "results.jsonl"
+        lines = kept.read_text().splitlines() if kept.exists() else []
+        results = {row["key"]: row for row in map(json.loads, lines)}
+        copies: SimpleQueue[Path] = SimpleQueue()
+        for number in range(given.jobs):
+            copy = Path(scratch) / f"copy-{number}"
+            copy_checkout(copy)
+            copies.put(copy)
+
+        def play(one: Run) -> None:
+            copy, began = copies.get(), time.monotonic()
+            try:
+                outcomes = run(one, copy)
+            finally:
+                copies.put(copy)
+            wrong = judge(one, outcomes)
+            seconds = round(time.monotonic() - began, 1)
+            row = {"key": one.key, "outcomes": outcomes, "wrong": wrong, "seconds": seconds}
+            with kept.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            results[one.key] = row
+            print(f"{'ok' if not wrong else 'WRONG':6}{seconds:6} s  {one.key}", flush=True)
+            for line in wrong:
+                print(f"{'':14}{line}", flush=True)
+
+        runs = list_runs(mutants)
+        with ThreadPoolExecutor(given.jobs) as pool:
+            list(pool.map(play, [one for one in runs if one.key not in results]))
+        wrong = [one.key for one in runs if results[one.key]["wrong"]]
+        tests = {test for mutant in mutants for test in mutant.tests}
+        rows = {one.row for one in mutants}
+        print(f"{len(mutants)} mutants, {len(rows)} rows, {len(tests)} tests; {len(wrong)} wrong")
+        return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
