@@ -13,14 +13,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -30,7 +32,9 @@ from tests.mutants.rows import MUTANTS
 
 BASELINE = "none"
 TIMEOUT_S = 120
-"""For one test. One that waits for what the change took out ends then, and has failed."""
+"""For one test: one that waits for what the change took out has failed then."""
+OUTCOME = re.compile(r"^(tests/\S+?::\w+)(?:\[.*\])? (PASSED|FAILED|ERROR|SKIPPED|)", re.MULTILINE)
+"""A line of `pytest -v`: the test when it begins, and how it ended behind it."""
 Outcomes = dict[str, str]
 
 
@@ -90,40 +94,54 @@ def run(one: Run, copy: Path) -> Outcomes:
 
 
 def _run_tests(tests: Sequence[str], copy: Path) -> Outcomes:
-    report = copy / "report.xml"
-    report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout"]
-    command += [str(TIMEOUT_S), "-m", "long or not long", f"--junitxml={report}", *tests]
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--timeout"]
+    command += [str(TIMEOUT_S), "-m", "long or not long", *tests]
     # Compiled code is known by time and size only, and a mutant may have both of what it replaces.
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
-        command, cwd=copy, env=environment, capture_output=True, text=True, errors="replace"
-    )
-    if not report.exists() or done.returncode not in (0, 1):
-        raise RuntimeError(
-            f"pytest ended with {done.returncode}: {done.stdout[-2000:]}{done.stderr}"
+    with (copy / "output").open("w+", errors="replace") as output:
+        pytest = subprocess.Popen(
+            command,
+            cwd=copy,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
-    return read_report(report, tests)
+        try:
+            code = pytest.wait(TIMEOUT_S * (1 + len(tests)))
+        except subprocess.TimeoutExpired:
+            # What a failed test leaves behind, a workflow that never ends, may keep pytest waiting.
+            code = 1
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(pytest.pid, signal.SIGKILL)
+            pytest.wait()
+        output.seek(0)
+        text = output.read()
+    if code not in (0, 1):
+        raise RuntimeError(f"pytest ended with {code}: {text[-2000:]}")
+    return read_outcomes(text, tests)
 
 
-def read_report(report: Path, tests: Iterable[str]) -> Outcomes:
-    """Return for each test the worst of its variants: one that fails is enough."""
-    worst = {"skipped": 0, "passed": 1, "failed": 2}
+def read_outcomes(text: str, tests: Iterable[str]) -> Outcomes:
+    """Return the outcome of each test from the output of `pytest -v`.
+
+    Of the variants of a test it is the worst: one that fails is enough. A test that began and has
+    none did not end.
+    """
+    worst = ("skipped", "passed", "failed", "never ended")
     found: Outcomes = {}
-    for case in ET.parse(report).iter("testcase"):
-        kinds = {child.tag for child in case}
-        outcome = "failed" if kinds & {"failure", "error"} else "passed"
-        outcome = "skipped" if "skipped" in kinds else outcome
-        file = str(case.get("classname")).replace(".", "/") + ".py"
-        test = f"{file}::{str(case.get('name')).partition('[')[0]}"
-        found[test] = max(found.get(test, "skipped"), outcome, key=worst.__getitem__)
+    for test, said in OUTCOME.findall(text):
+        outcome = {"": "never ended", "ERROR": "failed"}.get(said, said.lower())
+        found[test] = max(found.get(test, worst[0]), outcome, key=worst.index)
     return {test: found.get(test.partition("[")[0], "not found") for test in tests}
 
 
 def judge(one: Run, outcomes: Outcomes) -> list[str]:
     """Return what is wrong: tests that pass with the change, or that do not pass without."""
-    expected = "passed" if one.mutant is None else "failed"
-    return [f"{test}: {outcome}" for test, outcome in outcomes.items() if outcome != expected]
+    expected = ("passed",) if one.mutant is None else ("failed", "never ended")
+    return [f"{test}: {outcome}" for test, outcome in outcomes.items() if outcome not in expected]
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants.__main__ import copy_checkout, judge, list_runs, read_report, run
+from tests.mutants.__main__ import copy_checkout, judge, list_runs, read_outcomes, run
 from tests.mutants.mutant import ROOT, Mutant, names_row
 from tests.mutants.rows import MUTANTS
 
@@ -56,25 +56,26 @@ def test_a_name_of_a_test_may_have_several_rows() -> None:
     assert not names_row("tests/x.py::test_a_host_s1_3_is_lost", "S1.3")
 
 
-REPORT = """<testsuites><testsuite>
-<testcase classname="tests.recovery.test_x" name="test_a[1]"/>
-<testcase classname="tests.recovery.test_x" name="test_a[2]"><failure message="no"/></testcase>
-<testcase classname="tests.recovery.test_x" name="test_b"/>
-<testcase classname="tests.recovery.test_x" name="test_c"><skipped/></testcase>
-</testsuite></testsuites>"""
+OUTPUT = """\
+collecting ... collected 5 items
+
+tests/recovery/test_x.py::test_a[1 of 2] PASSED                          [ 20%]
+tests/recovery/test_x.py::test_a[2] FAILED                               [ 40%]
+tests/recovery/test_x.py::test_b PASSED                                  [ 60%]
+tests/recovery/test_x.py::test_c SKIPPED (no GPU here)                   [ 80%]
+tests/recovery/test_x.py::test_e """
 
 
-def test_a_test_fails_if_one_of_its_variants_does(tmp_path: Path) -> None:
-    report = tmp_path / "report.xml"
-    report.write_text(REPORT)
-    tests = [f"tests/recovery/test_x.py::test_{letter}" for letter in "abcd"]
-    outcomes = read_report(report, tests)
-    assert list(outcomes.values()) == ["failed", "passed", "skipped", "not found"]
+def test_a_test_fails_if_one_of_its_variants_does() -> None:
+    tests = [f"tests/recovery/test_x.py::test_{letter}" for letter in "abcde"]
+    outcomes = read_outcomes(OUTPUT, tests)
+    assert list(outcomes.values()) == ["failed", "passed", "skipped", "not found", "never ended"]
     before, after = list_runs([Mutant("S1.1", "nothing", "a.py", "a", "b", tuple(tests))])
     assert [line.split(": ")[1] for line in judge(before, outcomes)] == [
         "failed",
         "skipped",
         "not found",
+        "never ended",
     ]
     assert [line.split(": ")[1] for line in judge(after, outcomes)] == [
         "passed",
