@@ -24,6 +24,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -83,14 +84,22 @@ def copy_checkout(folder: Path) -> None:
 def run(one: Run, copy: Path) -> Outcomes:
     """Run its tests in a copy; return `passed`, `failed` or `skipped` for each."""
     if one.mutant is None:
-        return _run_tests(one.tests, copy)
+        return _run_files(one.tests, copy)
     file = copy / one.mutant.file
     before = file.read_text()
     file.write_text(one.mutant.change(copy))
     try:
-        return _run_tests(one.tests, copy)
+        return _run_files(one.tests, copy)
     finally:
         file.write_text(before)
+
+
+def _run_files(tests: Sequence[str], copy: Path) -> Outcomes:
+    """Run the tests of each file by themselves: one file may keep pytest from going on."""
+    outcomes: Outcomes = {}
+    for _, of_file in groupby(sorted(tests), key=lambda test: test.partition("::")[0]):
+        outcomes |= _run_tests(tuple(of_file), copy)
+    return {test: outcomes[test] for test in tests}
 
 
 def _run_tests(tests: Sequence[str], copy: Path) -> Outcomes:
