@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from relaunch.agent.failpoints import is_cut
 from relaunch.agent.ranks import cgroup
 from relaunch.agent.session import BOUND
@@ -104,7 +106,10 @@ class Stream:
         self.seen: list[Json] = []
 
     def read_next(self, timeout: float = PATIENCE) -> Json | None:
-        line = self.lines.get(timeout=timeout)
+        try:
+            line = self.lines.get(timeout=timeout)
+        except queue.Empty:
+            pytest.fail(f"no line came for {timeout:.0f} s: {self.node.describe()}")
         if line is not None:
             self.seen.append(line)
         return line
@@ -327,6 +332,22 @@ class Node:
         wait_for(path.exists, "a shim forks its supervisor after it has answered, but soon")
         record: Json = json.loads(path.read_text())
         return int(record["pid"])
+
+    def describe(self) -> str:
+        """Return the states of the processes of each generation and what its shim has logged.
+
+        For a failure that comes once in a hundred runs: the folder is gone by then.
+        """
+        found = []
+        for path in sorted(self.state.glob("jobs/*/*-*")):
+            for role in ("shim", "supervisor", "guard"):
+                record = read_json(path / f"{role}.json") or {}
+                stat = Path(f"/proc/{record.get('pid')}/stat")
+                state = stat.read_text().rsplit(")", 1)[1].split()[0] if stat.exists() else "gone"
+                found.append(f"{path.name} {role} {record.get('pid')} {state}")
+            log = path / "shim.log"
+            found.append(log.read_text(errors="replace")[-2000:] if log.exists() else "no shim.log")
+        return "\n".join(found)
 
     def log(self, rank: int = 0, generation: int = 1) -> str:
         path = self.folder(generation) / "logs" / f"rank_{rank}.log"

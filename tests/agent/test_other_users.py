@@ -83,7 +83,8 @@ def delegated(ordinary: OrdinaryNode) -> Iterator[OrdinaryNode]:
     own = cgroup._find_own()
     if own is None:
         pytest.skip("cgroup v2 is not mounted here")
-    folder = own / f"relaunch-user-{os.getpid()}"
+    # Not `relaunch-…`: any launch on this machine removes those that are empty.
+    folder = own / f"user-of-a-test-{os.getpid()}"
     try:
         folder.mkdir()
         os.chown(folder, USER, USER)
