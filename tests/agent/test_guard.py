@@ -313,6 +313,29 @@ def test_a_disk_that_hangs_keeps_no_supervisor_waiting(node: Node) -> None:
     assert beat["alive"] == [0, 1]
 
 
+def test_a_guard_spares_a_supervisor_its_shim_did_not_name(node: Node) -> None:
+    """The shim hangs right after it has forked it: what it writes of it waits for the disk."""
+    times = {**SHORT, "lease": 600.0, "fence_after": 600.0}
+    pids = node.run(1, python_command(STUBBORN), **times)
+    wait_for(lambda: "up" in node.log(0) and "up" in node.log(1))
+    shim, old = node.pid("shim"), node.pid("supervisor")
+    node.pid("guard")
+    write = node.folder() / f".supervisor.json.{shim}"
+    os.mkfifo(write)  # a write to it waits until it is read
+    os.kill(old, signal.SIGKILL)
+    wait_for(lambda: not is_alive(old))
+    watch = node.watch()
+    assert watch.read_until("heartbeat")["alive"] == [0, 1]
+    paused = {"stamp": boottime(), "age": 2000.0}  # its clock stood still for longer than a lease
+    node.send({"id": watch.number, "send": {"renew": paused}})
+    wait_for(lambda: are_gone(pids), "ranks live on while the shim waits for its disk")
+    watch.read_until("heartbeat", lambda beat: beat["alive"] == [] and "shim_silent" in beat)
+    assert node.pid("supervisor") == old, "the shim did not wait: the test shows nothing"
+    reading = os.open(write, os.O_RDONLY | os.O_NONBLOCK)
+    assert watch.read_observation("RankExited")["stopped"] is True
+    os.close(reading)
+
+
 def test_what_is_below_a_process_is_never_that_below_its_parent() -> None:
     """A dead shim's children are those of init, below which every process of the machine is."""
     with subprocess.Popen(["sleep", "1000"]) as dead, subprocess.Popen(["sleep", "1000"]) as other:

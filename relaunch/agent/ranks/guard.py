@@ -48,7 +48,7 @@ def run(
         state: The node's state folder, as ranks have it in their environment.
         shim: The shim, by pid and start time: the pid alone may be reused after its death.
         link: A socket to the shim.
-        extensions: A pipe on which supervisors send the new time of the fence.
+        extensions: A pipe on which supervisors send who they are and the new time of the fence.
         news: The shim's current state, as `make_news` returns it.
     """
     signal.set_wakeup_fd(-1)
@@ -84,6 +84,11 @@ class Guard:
         self.kill_at: float | None = None
         """While stopping: when the shim sends SIGKILL."""
         self.supervisor = 0
+        self.announced: List[Tuple[int, int]] = []
+        """Pid and start time of the supervisors that have said so themselves.
+
+        A shim that hangs right after it has forked one has not told its pid.
+        """
         self.groups: Dict[int, int] = {}
         self.cgroup: str | None = None
         self.has_clients = False
@@ -148,8 +153,12 @@ class Guard:
         self.search = news["search"]
 
     def _handle_extension(self, news: Json) -> None:
-        """Store the new time of the fence. The shim gets it as well, unless it is stopped."""
-        if self.state == "running":
+        """Handle what a supervisor sends. The shim gets the time as well, unless it is stopped."""
+        if "supervisor" in news:
+            pid, started = news["supervisor"]
+            living = [each for each in self.announced if processes.is_alive(*each)]
+            self.announced = [*living, (pid, started)]
+        elif self.state == "running":
             self.ends = news["ends"]
 
     def _handle_shim_death(self) -> None:
@@ -195,7 +204,8 @@ class Guard:
 
     def _find_below(self) -> List[processes.Process]:
         """Return the ranks and what they forked: all are descendants of the shim, a subreaper."""
-        return processes.list_below(self.shim, without=[os.getpid(), self.supervisor])
+        announced = [pid for pid, started in self.announced if processes.is_alive(pid, started)]
+        return processes.list_below(self.shim, without=[os.getpid(), self.supervisor, *announced])
 
     def _kill(self) -> bool:
         """Kill what is left; return whether to go on.

@@ -173,7 +173,7 @@ class Shim:
         self.launch_ends: float | None = None
         """When the fence is due if this process fails while starting ranks, before the lease."""
         self.extensions = os.pipe()
-        """A pipe from every supervisor to every guard, for the current time of the fence."""
+        """A pipe from every supervisor to every guard: who it is, and the time of the fence."""
         for handle in self.extensions:
             os.set_blocking(handle, False)
         self.link = ChildLink(
@@ -456,7 +456,8 @@ class Shim:
             self.watchers = 0
             self.used_at = max(self.used_at, now())
             self._inform_guard()
-        self.guard.tick()
+        if self.guard.tick():
+            self._inform_supervisor()  # which kills the ranks if both shim and guard hang
         self._fence_if_unguarded()
 
     def _fence_if_unguarded(self) -> None:

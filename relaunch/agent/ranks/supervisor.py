@@ -216,6 +216,9 @@ class Supervisor:
         self.link = Channel(self.loop, sockets.link, self.handle_news, self._handle_shim_close)
 
     def run(self) -> None:
+        # Else a guard that kills while the shim hangs right after the fork takes this for a rank.
+        own = processes.identify_self()
+        self._write_to_guard({"supervisor": [own.pid, own.started]})
         while self.exit_at is None or now() < self.exit_at:
             self.loop.run_once(self._next_deadline())
             self._tick()
@@ -426,8 +429,11 @@ class Supervisor:
     def _inform_guard(self) -> None:
         if self.lease is None or self.state != "running":
             return
+        self._write_to_guard({"ends": self.lease.ends})
+
+    def _write_to_guard(self, message: Json) -> None:
         try:
-            os.write(self.guard, line({"ends": self.lease.ends}))
+            os.write(self.guard, line(message))
         except BlockingIOError:  # the shim replaces a guard that reads nothing
             pass
 
