@@ -170,7 +170,7 @@ def test_torn_and_corrupt_checkpoints_are_skipped_in_words(
     assert third.exists()
 
 
-def test_s3_6_a_dead_peer_fails_the_others_before_their_exchange(
+def test_a_dead_peer_fails_the_others_before_their_exchange(
     launch: Callable[..., Launch],
 ) -> None:
     # A step of a minute: the loss has to be noticed while the ranks only wait, not at the next
@@ -217,7 +217,7 @@ def test_rank_0_turns_away_a_rank_of_another_generation(launch: Callable[..., La
     assert ranks.start(1).wait() == {0: 0, 1: 0}
 
 
-def test_s3_6_a_checkpoint_of_other_flags_leaves_an_error_file(
+def test_a_checkpoint_of_other_flags_leaves_an_error_file(
     tmp_path: Path, launch: Callable[..., Launch]
 ) -> None:
     flags = ("--batch", "2", "--checkpoint", str(tmp_path / "checkpoints"))

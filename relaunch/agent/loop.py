@@ -140,12 +140,13 @@ class Channel:
     def _read(self) -> None:
         try:
             data = os.read(self.handle, 65536)
-        except BlockingIOError:
-            return
+            is_open = bool(data)
+        except BlockingIOError:  # a handler that reads more may find it was read already
+            data, is_open = b"", True
         except OSError as error:  # whatever the errno, the other side is gone
             self.error = error.errno
-            data = b""
-        if not data:
+            data, is_open = b"", False
+        if not is_open:
             self.drop()
             return
         self._in += data

@@ -288,6 +288,16 @@ def is_alive(pid: int, started: int) -> bool:
     return process.started == started and process.is_alive
 
 
+def was_killed(child: int) -> bool:
+    """Return whether SIGKILL has ended a child of this process; it is left to be reaped."""
+    try:
+        ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # reaped already
+        return False
+    killed = 2  # os.CLD_KILLED, which Python 3.8 lacks
+    return ended is not None and (ended.si_code, ended.si_status) == (killed, signal.SIGKILL)
+
+
 def list_pids() -> list[int]:
     """Return the pids of all processes that /proc shows."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]

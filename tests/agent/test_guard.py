@@ -5,6 +5,7 @@ It is stopped, hangs in a write, or is gone together with its supervisor.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -334,6 +335,100 @@ def test_a_guard_spares_a_supervisor_its_shim_did_not_name(node: Node) -> None:
     reading = os.open(write, os.O_RDONLY | os.O_NONBLOCK)
     assert watch.read_observation("RankExited")["stopped"] is True
     os.close(reading)
+
+
+def test_a_guard_knows_a_supervisor_by_what_it_says_itself(node: Node) -> None:
+    own = processes.identify_self()
+    order = {"stop_grace": 0.0, "stuck_after": 0.1}
+    news = guard.make_news("running", True, 0.0, None, 0, [], None)
+    ours, theirs = socket.socketpair()
+    reading, writing = os.pipe()
+    token = Token("default", "j", 1, 1)
+    begun = guard.Guard(token, order, str(node.state), own, ours.detach(), reading, news)
+    with subprocess.Popen(["sleep", "1000"]) as child:
+        identity = processes.read_process(child.pid)
+        assert identity is not None
+        try:
+            # The second has the pid of a supervisor that has died.
+            for started, is_spared in ((identity.started, True), (identity.started - 1, False)):
+                begun.announced.clear()
+                said = {"supervisor": [child.pid, started]}
+                os.write(writing, json.dumps(said).encode() + b"\n")
+                begun.extensions.read_pending()
+                below = {process.pid for process in begun._find_below()}
+                assert (child.pid not in below) is is_spared
+        finally:
+            child.kill()
+            theirs.close()
+            os.close(writing)
+
+
+@pytest.mark.long
+def test_a_watch_continues_a_stopped_shim_without_supervisor(node: Node) -> None:
+    pids = node.run(1)
+    shim, supervisor = node.pid("shim"), node.pid("supervisor")
+    os.kill(shim, signal.SIGSTOP)
+    os.kill(supervisor, signal.SIGKILL)
+    watch = node.watch()
+    assert watch.read_until("heartbeat")["alive"] == [0, 1]
+    assert all(map(is_alive, pids.values()))
+    assert node.pid("supervisor") != supervisor
+
+
+def test_a_shim_that_hung_for_long_kills_no_rank_and_no_helper(node: Node) -> None:
+    """What it reads first when it goes on are the oldest renewals of hundreds, and old pings."""
+    pids = node.run(1, **{**SHORT, "lease": 6.0, "fence_after": 2.0})
+    helpers = [node.pid(of) for of in ("supervisor", "guard")]
+    watch = node.watch()
+    write = node.folder() / f".order.json.{node.pid('shim')}"
+    os.mkfifo(write)  # a write to it waits until it is read
+    watch.read_until("heartbeat")
+    watch.renew()
+    (node.folder() / "order.json").unlink()
+    begin = boottime()
+    while boottime() < begin + 14.0:
+        for _ in range(20):
+            watch.renew()
+        beat = watch.read_until("heartbeat")
+    assert beat["shim_silent"] > 8.0, "the shim did not wait: the test shows nothing"
+    with renewing(watch):
+        reading = os.open(write, os.O_RDONLY | os.O_NONBLOCK)
+        woken = boottime()
+        watch.read_until(
+            "heartbeat",
+            lambda beat: beat["stamp"] > woken + 3.0 and "shim_silent" not in beat,
+        )
+        os.close(reading)
+        assert all(map(is_alive, [*pids.values(), *helpers]))
+        assert node.journal() == []
+
+
+def test_a_rank_that_ends_while_the_disk_hangs_ends_no_other(
+    disk_node: Node, disk: Path, tmp_path: Path
+) -> None:
+    """Its exit is written for longer than a lease, which the supervisor renews meanwhile."""
+    go = tmp_path / "go"
+    wait = f"while [ $RANK = 0 ] && [ ! -e {go} ]; do sleep 0.05; done"
+    program = ["sh", "-c", f"{wait}; [ $RANK = 0 ] || exec sleep 1000"]
+    times = {**SHORT, "lease": 6.0, "fence_after": 2.0}
+    pids = disk_node.run(1, program, rank_env=[{"RANK": "0"}, {"RANK": "1"}], **times)
+    watch = disk_node.watch()
+    watch.read_until("heartbeat")
+    shim = disk_node.pid("shim")
+    disk_node.pid("guard")
+    with renewing(watch):
+        with frozen(disk):
+            go.touch()
+            wait_for(lambda: not is_alive(pids["0"]) and is_frozen(shim))
+            began = boottime()
+            watch.read_until("heartbeat", lambda beat: beat["stamp"] > began + 10.0)
+            assert is_frozen(shim), "the shim waits for nothing: the test shows nothing"
+        end = watch.read_observation("RankExited")
+        assert (end["rank"], end["exit_code"]) == (0, 0)
+        woken = boottime()
+        watch.read_until("heartbeat", lambda beat: beat["stamp"] > woken + 3.0)
+        assert is_alive(pids["1"])
+    assert [seen["kind"] for seen in disk_node.journal()] == ["RankExited"]
 
 
 def test_what_is_below_a_process_is_never_that_below_its_parent() -> None:

@@ -68,6 +68,19 @@ def test_s3_1_an_agent_starts_ranks_and_watches_each_of_them(node: Node) -> None
     assert sorted(end["rank"] for end in ends if end["stopped"]) == [0, 1, 3]
 
 
+def test_s3_4_exits_are_reported_by_global_rank(node: Node) -> None:
+    node.prepare(1, ranks=[5, 2])
+    started = expect_done(node.start(1, rank_env=[{"RANK": "5"}, {"RANK": "2"}]))
+    assert b"RANK=2" in Path(f"/proc/{started['pids']['2']}/environ").read_bytes().split(b"\0")
+    watch = node.watch()
+    os.kill(started["pids"]["2"], signal.SIGKILL)
+    ends = [watch.read_observation("RankExited") for _ in range(2)]
+    assert [(end["rank"], end["local_rank"], end["stopped"]) for end in ends] == [
+        (2, 1, False),
+        (5, 0, True),
+    ]
+
+
 def test_s2_6_each_line_of_a_watch_names_its_sender(node: Node) -> None:
     node.run(1, ["sh", "-c", "read stop"])
     record = json.loads((node.folder() / "shim.json").read_text())

@@ -98,7 +98,13 @@ def _run_files(tests: Sequence[str], copy: Path) -> Outcomes:
     """Run the tests of each file by themselves: one file may keep pytest from going on."""
     outcomes: Outcomes = {}
     for _, of_file in groupby(sorted(tests), key=lambda test: test.partition("::")[0]):
-        outcomes |= _run_tests(tuple(of_file), copy)
+        left = tuple(of_file)
+        while left:
+            found = _run_tests(left, copy)
+            outcomes |= found
+            # Those that an earlier one left no time for, which did not end.
+            unseen = tuple(test for test in left if found[test] == "not found")
+            left = unseen if len(unseen) < len(left) else ()
     return {test: outcomes[test] for test in tests}
 
 

@@ -171,10 +171,9 @@ spends = false
         row="S2.4",
         what="a node whose lease has run out stops its ranks, though its peers vouch for it",
         file="relaunch/agent/ranks/lease.py",
-        old="""        if self.renewed:
-            self.alive_until = max(self.alive_until, asked + self.fence_after)
+        old="""        until = asked + self.fence_after
 """,
-        new="""        self.alive_until = max(self.alive_until, self.leased_until)
+        new="""        until = self.leased_until
 """,
         tests=(
             "tests/backends/test_ssh_network.py"

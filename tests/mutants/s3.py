@@ -288,6 +288,18 @@ MUTANTS = (
     ),
     Mutant(
         row="S3.4",
+        what="a node reports exits by its own numbers of the ranks",
+        file="relaunch/agent/ranks/shim.py",
+        old="""                "rank": rank,
+                "local_rank": self.order["ranks"].index(rank),
+""",
+        new="""                "rank": self.order["ranks"].index(rank),
+                "local_rank": self.order["ranks"].index(rank),
+""",
+        tests=("tests/agent/test_watch.py::test_s3_4_exits_are_reported_by_global_rank",),
+    ),
+    Mutant(
+        row="S3.4",
         what="exits with 0 that an earlier watch has seen are forgotten",
         file="activities/gang.py",
         old="""            self._nodes[node].exited = dict.fromkeys(ranks, True)
@@ -434,10 +446,17 @@ MUTANTS = (
 """,
         new="""        return False
 """,
-        tests=(
-            "tests/e2e/test_ranks.py::test_s3_6_a_slow_node_is_asked_for_the_cause",
-            "tests/e2e/test_ranks.py::test_s3_6_an_echo_hides_no_cause_whichever_comes_first",
-        ),
+        tests=("tests/e2e/test_ranks.py::test_s3_6_a_slow_node_is_asked_for_the_cause",),
+    ),
+    Mutant(
+        row="S3.6",
+        what="a rank that lost its peer may be the cause, like any other",
+        file="relaunch/job/diagnose.py",
+        old="""            return self.log(one).is_echo
+""",
+        new="""            return False
+""",
+        tests=("tests/e2e/test_ranks.py::test_s3_6_an_echo_hides_no_cause_whichever_comes_first",),
     ),
     # --- S3.7: only the job's own faults spend the job's budget
     Mutant(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
@@ -33,6 +34,8 @@ from tests.workflows.rig import policy
 from tests.workflows.test_fleet_bounds import wire_size
 
 NODES, RANKS = 2048, 8
+RETRIES = 40
+"""Each of them launches a generation."""
 KIB, MIB = 1024, 1024 * 1024
 
 
@@ -265,6 +268,34 @@ def recovery_events(history: WorkflowHistory) -> list[str]:
         for e in events
         if first <= e.event_id <= end
     ]
+
+
+@pytest.mark.long
+async def test_a_storm_of_1000_messages_is_read_by_a_job(make_rig: MakeRig) -> None:
+    """Reports that cannot be read or change nothing, hints, and people who retry, all at once."""
+    storm: list[tuple[str, object]] = []
+    for number in range(240):
+        storm += [
+            ("report", {"node": f"stranger-{number}", "declared": "dead", "reason": "r" * 1000}),
+            ("report", {"node": "n1", "declared": f"{number} " * 400}),
+            ("drain_node", {"why": "é" * 900}),
+            ("hint", {"what": f"task-{number}", "version": 1, "submission": 1, "generation": 1}),
+        ]
+    storm += [("force_retry", {"reason": f"retry {number} " * 50}) for number in range(RETRIES)]
+    async with make_rig() as rig:
+        job = await rig.submit()
+        await job.until_phase(Phase.RUNNING)
+        await asyncio.gather(*(job.handle.signal(name, message) for name, message in storm))
+        state = await job.until_phase(Phase.RUNNING, 1 + RETRIES)
+        assert size(state) < MIB / 8
+        await job.handle.signal("cancel")
+        assert (await job.result()).phase is Phase.CANCELLED
+        histories = await job.runs()
+    events = [event for history in histories for event in history.events]
+    kind = EventType.EVENT_TYPE_WORKFLOW_EXECUTION_SIGNALED
+    assert sum(event.event_type == kind for event in events) >= len(storm)
+    assert max(len(history.events) for history in histories) < 10_000
+    assert max(len(event.SerializeToString()) for event in events) < MIB
 
 
 @pytest.mark.long

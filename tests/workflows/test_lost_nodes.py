@@ -91,6 +91,7 @@ async def test_s2_8_a_node_may_be_lost_and_return_many_times(make_rig: MakeRig) 
                 lambda s, times=times: s.phase is Phase.RUNNING and len(s.incidents) == times
             )  # type: ignore[misc]
         assert stopped(rig) == []
+        assert list(rig.launches()) == [1]
         await job.handle.signal("cancel")
         await job.result()
 

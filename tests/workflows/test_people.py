@@ -132,13 +132,18 @@ async def test_s1_7_a_job_that_succeeds_or_is_cancelled_sends_no_alert(make_rig:
 async def test_s1_7_a_job_ends_also_when_no_person_can_be_notified(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    tried = []
+
     async def fail(self: SimulatedBackend, subject: str, text: str) -> str:
+        tried.append(subject)
         raise ConnectionError("no route")
 
     monkeypatch.setattr(SimulatedBackend, "tell_people", fail)
     async with make_rig(Script((Exit(rank=0, exit_code=3),))) as rig:
         job = await rig.submit(policy(extends="ecs-reboot-once"))
-        assert (await job.result()).phase is Phase.FAILED
+        result = await job.result()
+        assert result.phase is Phase.FAILED
+        assert set(tried) == {f"relaunch: job {result.name} has failed"}
 
 
 async def test_s1_9_a_hint_has_ranks_looked_at_once_for_each_version(

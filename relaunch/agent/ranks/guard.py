@@ -109,7 +109,7 @@ class Guard:
         self.has_fenced = False
         """Whether the shim was sent the news that the fence is carried out here."""
         self.loop = Loop()
-        self.handle_news(news)
+        self.handle_news({**news, "behind": False})
         self.extensions = Channel(self.loop, extensions, self._handle_extension, lambda: None)
         self.link = Channel(self.loop, link, self.handle_news, self._handle_shim_death)
 
@@ -142,7 +142,8 @@ class Guard:
     def handle_news(self, news: Json) -> None:
         self.state = news["state"]
         self.may_run = news["may_run"]
-        self.ends = news["ends"]
+        if not news["behind"]:
+            self.ends = news["ends"]
         if news["kill_at"] != self.kill_at:
             self.search_at = self.search_pause = 0.0  # a stop does not wait for the next search
         self.kill_at = news["kill_at"]
@@ -156,8 +157,7 @@ class Guard:
         """Handle what a supervisor sends. The shim gets the time as well, unless it is stopped."""
         if "supervisor" in news:
             pid, started = news["supervisor"]
-            living = [each for each in self.announced if processes.is_alive(*each)]
-            self.announced = [*living, (pid, started)]
+            self.announced = [*filter(_is_shown, self.announced), (pid, started)]
         elif self.state == "running":
             self.ends = news["ends"]
 
@@ -196,6 +196,8 @@ class Guard:
         self.has_moved = True
         moved: set[int] = set()
         for _ in range(MAX_MOVES):
+            self.extensions.read_pending()  # a supervisor may have been forked meanwhile
+            self.link.read_pending()
             pids = {process.pid for process in self._find_below()} - moved
             if not pids:
                 return
@@ -204,7 +206,7 @@ class Guard:
 
     def _find_below(self) -> List[processes.Process]:
         """Return the ranks and what they forked: all are descendants of the shim, a subreaper."""
-        announced = [pid for pid, started in self.announced if processes.is_alive(pid, started)]
+        announced = [pid for pid, _ in filter(_is_shown, self.announced)]
         return processes.list_below(self.shim, without=[os.getpid(), self.supervisor, *announced])
 
     def _kill(self) -> bool:
@@ -276,6 +278,12 @@ class Guard:
         return found
 
 
+def _is_shown(identity: Tuple[int, int]) -> bool:
+    """Return whether /proc shows this process, by pid and start time."""
+    process = processes.read_process(identity[0])
+    return process is not None and process.started == identity[1]
+
+
 def _reap_orphans() -> None:
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
@@ -292,6 +300,7 @@ def make_news(
     cgroup: str | None,
     has_clients: bool = False,
     search: int = 0,
+    behind: bool = False,
 ) -> Json:
     """Return the message that a shim sends to its guard. Each message holds the complete state.
 
@@ -305,6 +314,8 @@ def make_news(
         cgroup: The control group of the ranks, if there is one.
         has_clients: Whether ranks may have had a daemon start processes.
         search: The number of the search for these that the shim waits for; 0: for none.
+        behind: Whether the shim did not run until just now. What a guard knows of the fence is
+            newer then.
     """
     return {
         "state": state,
@@ -316,4 +327,5 @@ def make_news(
         "cgroup": cgroup,
         "has_clients": has_clients,
         "search": search,
+        "behind": behind,
     }

@@ -54,10 +54,16 @@ class Lease:
         self.leased_until -= lost
         self.alive_until -= lost
 
-    def extend(self, asked: float) -> None:
-        """Extend the fence because peers vouched, as of the time of the question."""
-        if self.renewed:
-            self.alive_until = max(self.alive_until, asked + self.fence_after)
+    def extend(self, asked: float) -> bool:
+        """Extend the fence because peers vouched, as of the time of the question.
+
+        Return whether it is later than before.
+        """
+        until = asked + self.fence_after
+        if not self.renewed or until <= self.alive_until:
+            return False
+        self.alive_until = until
+        return True
 
     def set_times(self, leased_until: float, alive_until: float, renewed: bool) -> None:
         """Copy the times of the shim's lease, which is authoritative."""

@@ -36,7 +36,7 @@ class ChildLink:
         become: Callable[[int], None],
         handle_message: Callable[[Json], None],
     ) -> None:
-        """Create the link; `tick` forks the helper.
+        """Create the link; `tick` forks the helper, and `record` writes who it is.
 
         Args:
             loop: The event loop of the shim.
@@ -73,7 +73,10 @@ class ChildLink:
             self._channel.read_pending()
 
     def tick(self) -> bool:
-        """Kill a helper that is silent, fork one if due; return whether one was forked."""
+        """Kill a helper that is silent, fork one if due; return whether one was forked.
+
+        The caller then calls `record`, after what must not wait for the disk.
+        """
         if self.pid and now() > self.heard_at + SILENCE_TIMEOUT:
             os.kill(self.pid, signal.SIGKILL)
             self.heard_at = now()
@@ -88,6 +91,21 @@ class ChildLink:
             return False
         self.obstacle = ""
         return True
+
+    def record(self) -> None:
+        """Write who the helper is."""
+        process = processes.read_process(self.pid)
+        if process is None:
+            return
+        try:
+            self.generation.write_identity(self.name, self.pid, process.started)
+        except OSError as error:  # disk full or folder removed: the ranks keep running
+            disk.log(f"{self.name}.json cannot be written: {error}")
+
+    def excuse_silence(self) -> None:
+        """Begin to wait for the next message of the helper again: this process did not run."""
+        if self.pid:
+            self.heard_at = now()
 
     def handle_exit(self, pid: int) -> bool:
         """Return whether the child that ended was this helper; if so, mark it as gone."""
@@ -115,13 +133,6 @@ class ChildLink:
             os.close(end)
         self.heard_at = now()
         self._channel = Channel(self.loop, ours.detach(), self._handle_message, lambda: None)
-        process = processes.read_process(self.pid)
-        if process is None:
-            return
-        try:
-            self.generation.write_identity(self.name, self.pid, process.started)
-        except OSError as error:  # disk full or folder removed: the ranks keep running
-            disk.log(f"{self.name}.json cannot be written: {error}")
 
     def _handle_message(self, message: Json) -> None:
         self.heard_at = now()

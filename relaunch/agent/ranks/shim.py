@@ -7,6 +7,7 @@ sends signals before it writes anything; the guard, which writes nothing, knows 
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -33,6 +34,13 @@ from relaunch.agent.warm.python import WarmPython
 
 MAX_IDLE = 5.0
 """Maximum seconds between two turns of the event loop when nothing is due."""
+STANDSTILL = MAX_IDLE + 1.0
+"""Seconds between two turns after which this process is taken not to have run: it was stopped, or
+waited for its disk."""
+CATCH_UP_TIME = 2.0
+"""Seconds after that in which no lease counts as expired here: newer renewals are on their way.
+
+Until then the guard, which has them from the supervisor, ends ranks at their fence."""
 SWEEP_INTERVALS = (0.01, 0.25)
 """Backoff in seconds between scans for survivors while stopping: the first and the longest."""
 STUCK_NOTICE_DELAY = 0.5
@@ -112,6 +120,12 @@ class Shim:
     """The signal that asked this process to end, until it is obeyed."""
     cgroup: str | None = None
     """The control group of the ranks; None if there is none."""
+    turned_at = 0.0
+    """When the last turn of the loop ended."""
+    catches_up_until = 0.0
+    """After this process did not run: until when no lease counts as expired."""
+    was_behind = False
+    """Whether the helpers were not told the lease since then."""
     has_failed = False
     """Whether a rank has failed otherwise than by a SIGTERM that was not from here."""
 
@@ -193,9 +207,12 @@ class Shim:
             signal.signal(number, self._note_signal)
         self.loop.watch(waking, lambda events: self._handle_wakeup(waking))
         self.loop.watch(self.sockets.orders.fileno(), lambda events: self._accept())
+        self.turned_at = now()
         while not self._is_over():
             self.loop.run_once(self._next_deadline())
             self._tick()
+            self._catches_up()  # also if this turn took long
+            self.turned_at = now()
         self._finish()
         self.journal.close()  # also releases preallocated space
 
@@ -235,7 +252,8 @@ class Shim:
         # before the guard could kill.
         self.link.read_pending()
         self.guard.read_pending()
-        self._fence_if_due()
+        was_killed = any(map(processes.was_killed, self.alive.values()))
+        self._fence_if_due(may_wait=not was_killed)
         self._obey_signal()
         exits = []
         numbers = {pid: rank for rank, pid in self.alive.items()}
@@ -400,7 +418,35 @@ class Shim:
         self.stoppers.clear()
         self.reported_stuck.clear()
 
-    def _fence_if_due(self) -> None:
+    def _catches_up(self) -> bool:
+        """Return whether this process did not run until just now."""
+        at = now()
+        if at > self.turned_at + STANDSTILL:
+            self.catches_up_until = at + CATCH_UP_TIME
+            self.turned_at = at
+            self.was_behind = True
+            self.link.excuse_silence()
+            self.guard.excuse_silence()
+        return at < self.catches_up_until
+
+    @property
+    def _is_behind(self) -> bool:
+        """Return whether the helpers know newer times of the lease than this process."""
+        return self.state == "running" and self.lease is not None and self._catches_up()
+
+    def _has_running_guard(self) -> bool:
+        guard = processes.read_process(self.guard.pid) if self.guard.pid else None
+        return guard is not None and guard.state in "RS"
+
+    def _fence_if_due(self, may_wait: bool = True) -> None:
+        """Fence if the lease has expired.
+
+        Args:
+            may_wait: Whether to wait for newer renewals first if this process did not run. It does
+                so only beside a guard that runs.
+        """
+        if self._catches_up() and may_wait and self._has_running_guard():
+            return
         if (
             self.state == "running"
             and self.lease is not None
@@ -448,17 +494,28 @@ class Shim:
             self._reap()
             self._sweep()
             self._publish()
+        self._tick_helpers()
         if now() >= self.upkeep.due_at:
             self._check_folder()
         if self._has_unwritten and now() >= self.journal_due_at:
             self._publish()
-        if self.link.tick():
+        self._fence_if_unguarded()
+        if self.was_behind and not self._catches_up():
+            self.was_behind = False
+            self._inform_supervisor()
+
+    def _tick_helpers(self) -> None:
+        """Replace helpers that have died or hang, before anything that may wait for the disk."""
+        self._catches_up()
+        is_new = self.link.tick(), self.guard.tick()
+        if is_new[0]:
             self.watchers = 0
             self.used_at = max(self.used_at, now())
             self._inform_guard()
-        if self.guard.tick():
+        if is_new[1]:
             self._inform_supervisor()  # which kills the ranks if both shim and guard hang
-        self._fence_if_unguarded()
+        for helper in itertools.compress((self.link, self.guard), is_new):
+            helper.record()
 
     def _fence_if_unguarded(self) -> None:
         """Stop the ranks if no guard could be forked for as long as a lease lasts.
@@ -497,7 +554,8 @@ class Shim:
                 at
                 for at in (
                     self.launcher_kill_at,
-                    self.lease.ends if self.lease is not None else None,
+                    self._fence_at,
+                    self._behind_until,
                     self._unwatched_until,
                     self.client_work.look_at,
                 )
@@ -508,6 +566,18 @@ class Shim:
         elif self.state == "ended" and not self.watchers:
             times.append(self.used_at + self.order["lease"])
         return min(times)
+
+    @property
+    def _fence_at(self) -> float | None:
+        if self.lease is None or self.lease.ends is None:
+            return None
+        if now() < self.catches_up_until and self._has_running_guard():
+            return max(self.lease.ends, self.catches_up_until)
+        return self.lease.ends
+
+    @property
+    def _behind_until(self) -> float | None:
+        return self.catches_up_until if self.was_behind else None
 
     def _is_over(self) -> bool:
         if self.state == "prepared":
@@ -632,6 +702,7 @@ class Shim:
         self.start_order = order
         self.upkeep.has_separate_stderr = order["separate_stderr"] and "launched" not in order
         self.state = "running"
+        self.turned_at, self.catches_up_until = now(), 0.0  # a slow launch is no standstill
         self.used_at = now()  # this node may have waited long for slower ones to be prepared
         begun = min(now(), self._latest_begin)
         self.lease = Lease(begun, self.order["lease"], self.order["fence_after"], order["fences"])
@@ -720,7 +791,9 @@ class Shim:
         """
         if not self.guard.pid:
             self.guard.due_at = now()
-            self.guard.tick()
+            if self.guard.tick():
+                self._inform_supervisor()
+                self.guard.record()
         if not self.guard.pid:
             obstacle = self.guard.obstacle
             raise Refusal(
@@ -744,6 +817,7 @@ class Shim:
             self.cgroup,
             self.client_work.has_clients,
             self.client_work.search,
+            self._is_behind,
         )
 
     def _record_launch(self, record: Json) -> None:
@@ -832,6 +906,7 @@ class Shim:
             "leased_until": None if lease is None else lease.leased_until,
             "renewed": lease is not None and lease.renewed,
         }
+        news["behind"] = not begin and self._is_behind
         if begin and self.start_order is not None:
             news["start"] = self.start_order
         return news
@@ -854,8 +929,11 @@ class Shim:
             # Before the first renewal the launch may be late, for which no node is to blame.
             renewed = self.lease is not None and self.lease.renewed
             self._fence("isolated" if renewed else "never_watched", message["alone"])
-        if "vouched" in message and self.lease is not None:
-            self.lease.extend(message["vouched"])
+        if (
+            "vouched" in message
+            and self.lease is not None
+            and self.lease.extend(message["vouched"])
+        ):
             self._inform_supervisor()
         if "failed_below" in message and self.state == "running" and self.launcher_kill_at is None:
             self.launcher_kill_at = now() + self.order["stop_grace"]

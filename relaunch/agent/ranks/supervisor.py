@@ -131,6 +131,9 @@ def run(
     news: Json,
 ) -> None:
     """Run the supervisor in a process that was just forked from the shim."""
+    # First: a guard that kills while the shim hangs right after the fork takes this for a rank.
+    own = processes.identify_self()
+    _write_to_guard(sockets.guard, {"supervisor": [own.pid, own.started]})
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     processes.outlive_terminating_signals()
@@ -143,11 +146,20 @@ def run(
     supervisor.run()
 
 
+def _write_to_guard(guard: int, message: Json) -> None:
+    try:
+        os.write(guard, line(message))
+    except (BlockingIOError, BrokenPipeError):  # the shim replaces one that is gone or hangs
+        pass
+
+
 class Supervisor:
     node: str | None = None
     """This node's name, as the start order gives it."""
     redactor = Redactor()
     """Replaces secrets in what is sent; of the launch, once there is one."""
+    launches = False
+    """Whether the ranks run below a launcher."""
 
     def __init__(
         self,
@@ -192,6 +204,8 @@ class Supervisor:
         self.vouchers = Vouchers(())
         self.clocks = PeerClocks()
         self.standstills = Standstills()
+        self.held: dict[str, float] = {}
+        """What changes the shim's lease, and waits until the shim reads again."""
         self.observations: list[Json] = []
         self.kernel = kernel
         self.kernel_reading: Json | None = None
@@ -202,8 +216,6 @@ class Supervisor:
         self.watchers: list[Watcher] = []
         self.connections: list[Channel] = []
         self.pattern: re.Pattern[str] | None = None
-        self.launches = False
-        """Whether the ranks run below a launcher."""
         self.failed_at: float | None = None
         """When the launcher's log was first seen to report a failed rank."""
         self.progress: dict[int, RankProgress] = {}
@@ -216,9 +228,6 @@ class Supervisor:
         self.link = Channel(self.loop, sockets.link, self.handle_news, self._handle_shim_close)
 
     def run(self) -> None:
-        # Else a guard that kills while the shim hangs right after the fork takes this for a rank.
-        own = processes.identify_self()
-        self._write_to_guard({"supervisor": [own.pid, own.started]})
         while self.exit_at is None or now() < self.exit_at:
             self.loop.run_once(self._next_deadline())
             self._tick()
@@ -234,18 +243,22 @@ class Supervisor:
         self.state = news["state"]
         self.synced, self.unwritten = news["seq"], news["unwritten"]
         self.alive = sorted(int(rank) for rank in news["alive"])
-        self.alive_until = news["alive_until"]
-        self.leased_until = news["leased_until"]
-        self.renewed = news["renewed"]
         self.guard_pid, self.kill_at = news["guard"], news["kill_at"]
         self.pids = {int(rank): pid for rank, pid in news["pids"]}
-        if self.lease is not None and self.leased_until is not None:
-            self.lease.set_times(self.leased_until, news["handle"], self.renewed)
+        if not news["behind"]:
+            self._copy_lease(news)
         if self.synced != len(self.observations):
             self._send_observations()
         if self.state == "gone":
             self._send_end()
             self.exit_at = now() if not self.watchers else now() + FAREWELL_TIMEOUT
+
+    def _copy_lease(self, news: Json) -> None:
+        self.alive_until = news["alive_until"]
+        self.leased_until = news["leased_until"]
+        self.renewed = news["renewed"]
+        if self.lease is not None and self.leased_until is not None:
+            self.lease.set_times(self.leased_until, news["handle"], self.renewed)
 
     def _begin(self, order: Json) -> None:
         self.node = order["node"]
@@ -406,14 +419,15 @@ class Supervisor:
             age: Seconds since then, by the watcher's clock.
         """
         at = now()
-        if stamp <= at:
-            # Correct the stamp first: several renewals may have waited here during the same pause,
-            # and it must count only once.
-            self._count_standstill(measure_standstill(self.standstills.correct(stamp), age, at))
-            stamp = min(self.standstills.correct(stamp), at - age)
+        if stamp > at:  # not of this node's clock
+            return
+        # Correct the stamp first: several renewals may have waited here during the same pause,
+        # and it must count only once.
+        self._count_standstill(measure_standstill(self.standstills.correct(stamp), age, at))
+        stamp = min(self.standstills.correct(stamp), at - age)
         if self.lease is not None and self.lease.renew(stamp, at):
             self._inform_guard()
-        self.link.send({"renew": stamp})
+        self._forward("renew", stamp)
 
     def _count_standstill(self, lost: float) -> None:
         """Shorten the lease by the seconds for which this node's clock stood still."""
@@ -423,19 +437,32 @@ class Supervisor:
             self.vouchers.forget()
             self.lease.shorten(lost)
             # Inform the shim first: the guard may kill at once, and the shim needs to know why.
-            self.link.send({"stood_still": lost})
+            self._forward("stood_still", lost)
             self._inform_guard()
+
+    def _forward(self, name: str, value: float) -> None:
+        """Send to the shim what changes its lease; while it reads nothing, keep what counts.
+
+        That is little, however long it reads nothing, and the newest is not behind all the others.
+        """
+        if name == "stood_still":
+            for held in {"renew", "vouched"} & set(self.held):
+                self.held[held] -= value  # it would have been shortened after it had come
+            self.held[name] = self.held.get(name, 0.0) + value
+        else:
+            self.held[name] = max(value, self.held.get(name, value))
+        self._send_held()
+
+    def _send_held(self) -> None:
+        if not self.link.has_unsent:
+            for name in ("stood_still", "renew", "vouched"):
+                if name in self.held:
+                    self.link.send({name: self.held.pop(name)})
 
     def _inform_guard(self) -> None:
         if self.lease is None or self.state != "running":
             return
-        self._write_to_guard({"ends": self.lease.ends})
-
-    def _write_to_guard(self, message: Json) -> None:
-        try:
-            os.write(self.guard, line(message))
-        except BlockingIOError:  # the shim replaces a guard that reads nothing
-            pass
+        _write_to_guard(self.guard, {"ends": self.lease.ends})
 
     def _send_observations(self) -> None:
         """Send to each watcher the synced observations that it does not have yet."""
@@ -628,6 +655,7 @@ class Supervisor:
         )
 
     def _tick(self) -> None:
+        self._send_held()
         if now() >= self.pinged_at + PING_INTERVAL:
             self.pinged_at = now()
             if not self.link.closed:
@@ -712,4 +740,4 @@ class Supervisor:
             if self.lease is not None:
                 self.lease.extend(vouched)
                 self._inform_guard()
-            self.link.send({"vouched": vouched})
+            self._forward("vouched", vouched)

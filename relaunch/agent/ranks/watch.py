@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import socket
 import time
 from pathlib import Path
 
+from relaunch.agent import processes
 from relaunch.agent.loop import parse, take_line
 from relaunch.agent.node import kernel_log, links
 from relaunch.agent.protocol import Fields, Json, Refusal, line, make_sender, now
@@ -105,6 +107,7 @@ class Watch:
             timeout = None if silent_until is None else max(0.0, silent_until - time.monotonic())
             ready, _, _ = select.select([supervisor.fileno(), self.reading], [], [], timeout)
             if not ready:
+                self._continue_shim()
                 return False
             if self.reading in ready:
                 self._take_input(supervisor)
@@ -123,6 +126,15 @@ class Watch:
                         break
                     if self._forward(text):
                         return True
+
+    def _continue_shim(self) -> None:
+        """Continue a stopped shim: without a supervisor, no other process does.
+
+        It is the one that starts the next supervisor.
+        """
+        shim = self.generation.find_shim()
+        if shim is not None and shim.state == "T":
+            processes.kill(shim, signal.SIGCONT)
 
     def _forward(self, text: bytes) -> bool:
         if text.startswith(b'{"hello"'):
