@@ -146,9 +146,6 @@ class Channel:
         except OSError as error:  # whatever the errno, the other side is gone
             self.error = error.errno
             data, is_open = b"", False
-        if not is_open:
-            self.drop()
-            return
         self._in += data
         while not self.closed:
             text = take_line(self._in)
@@ -157,7 +154,7 @@ class Channel:
             value = parse(text)
             if value is not None:
                 self.handle_message(value)
-        if len(self._in) > self.limit:
+        if not is_open or len(self._in) > self.limit:
             self.drop()
 
 

@@ -385,12 +385,11 @@ def test_a_shim_that_hung_for_long_kills_no_rank_and_no_helper(node: Node) -> No
     watch.read_until("heartbeat")
     watch.renew()
     (node.folder() / "order.json").unlink()
-    begin = boottime()
-    while boottime() < begin + 14.0:
+    silence = 0.0
+    while silence < 11.0:
         for _ in range(20):
             watch.renew()
-        beat = watch.read_until("heartbeat")
-    assert beat["shim_silent"] > 8.0, "the shim did not wait: the test shows nothing"
+        silence = watch.read_until("heartbeat").get("shim_silent", 0.0)
     with renewing(watch):
         reading = os.open(write, os.O_RDONLY | os.O_NONBLOCK)
         woken = boottime()

@@ -174,9 +174,9 @@ class Guard:
             return 0.0
         if not self.may_run or self.state in ("ended", "gone"):
             return None
-        if self.kill_at is not None:
-            return self.kill_at
-        return None if self.ends is None else self.ends + float(self.order["stop_grace"])
+        fence = None if self.ends is None else self.ends + float(self.order["stop_grace"])
+        times = [at for at in (self.kill_at, fence) if at is not None]
+        return min(times) if times else None
 
     def _is_overdue(self) -> bool:
         return self._due_at is not None and now() >= self._due_at

@@ -53,6 +53,7 @@ class ChildLink:
         self.pid = 0
         self.due_at = now() + FIRST_FORK_DELAY
         self.heard_at = 0.0
+        self.is_excused = False
         self.gone_at = now()
         """While there is no helper: since when."""
         self.obstacle = ""
@@ -103,8 +104,13 @@ class ChildLink:
             disk.log(f"{self.name}.json cannot be written: {error}")
 
     def excuse_silence(self) -> None:
-        """Begin to wait for the next message of the helper again: this process did not run."""
-        if self.pid:
+        """Begin to wait for the next message of the helper again: this process did not run.
+
+        Only once for each message. Else a helper that hangs would never be replaced where this
+        process hangs again and again.
+        """
+        if self.pid and not self.is_excused:
+            self.is_excused = True
             self.heard_at = now()
 
     def handle_exit(self, pid: int) -> bool:
@@ -131,9 +137,9 @@ class ChildLink:
             raise
         finally:
             os.close(end)
-        self.heard_at = now()
+        self.heard_at, self.is_excused = now(), False
         self._channel = Channel(self.loop, ours.detach(), self._handle_message, lambda: None)
 
     def _handle_message(self, message: Json) -> None:
-        self.heard_at = now()
+        self.heard_at, self.is_excused = now(), False
         self.handle_message(message)

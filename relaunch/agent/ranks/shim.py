@@ -432,7 +432,7 @@ class Shim:
     @property
     def _is_behind(self) -> bool:
         """Return whether the helpers know newer times of the lease than this process."""
-        return self.state == "running" and self.lease is not None and self._catches_up()
+        return self.lease is not None and self._catches_up()
 
     def _has_running_guard(self) -> bool:
         guard = processes.read_process(self.guard.pid) if self.guard.pid else None
@@ -502,10 +502,11 @@ class Shim:
         self._fence_if_unguarded()
         if self.was_behind and not self._catches_up():
             self.was_behind = False
+            self.link.read_pending()
             self._inform_supervisor()
 
     def _tick_helpers(self) -> None:
-        """Replace helpers that have died or hang, before anything that may wait for the disk."""
+        """Replace helpers that have died or hang, before anything waits for the disk."""
         self._catches_up()
         is_new = self.link.tick(), self.guard.tick()
         if is_new[0]:
@@ -906,7 +907,7 @@ class Shim:
             "leased_until": None if lease is None else lease.leased_until,
             "renewed": lease is not None and lease.renewed,
         }
-        news["behind"] = not begin and self._is_behind
+        news["behind"] = not begin and self.state == "running" and self._is_behind
         if begin and self.start_order is not None:
             news["start"] = self.start_order
         return news
@@ -923,6 +924,8 @@ class Shim:
                 self._inform_supervisor()
         if "stood_still" in message and self.lease is not None:
             self.lease.shorten(message["stood_still"])
+            if self.state == "stopping" and self.lease.ends is not None:
+                self.kill_at = min(self.kill_at, self.lease.ends + self.order["stop_grace"])
             self._inform_supervisor()
             self._fence_if_due()
         if "alone" in message:
