@@ -351,6 +351,16 @@ class WatchedShard:
             self._returned.append(node)
             self._news.set()
 
+    def note_refusal(self, node: str) -> bool:
+        """Record that a node answers, which knows nothing of this generation.
+
+        Return whether it was lost until now.
+        """
+        view = self._nodes[node]
+        was_lost, view.last_heard = view.reported_lost, read_boot_clock()
+        self._note_answer(node)
+        return was_lost
+
     def note_disconnection(self, node: str, reason: str, *, is_elsewhere: bool = False) -> float:
         """Record a lost connection.
 
@@ -419,7 +429,7 @@ class WatchedShard:
             is_of_reboot = any(
                 isinstance(one, RanksVanished) and one.rebooted for one in observations
             )
-            if is_of_reboot and self._awaits_others(node):
+            if is_of_reboot and self.awaits_others(node):
                 # Where a reboot may have destroyed the record of a launch, an agent assumes one.
                 self._note_answer(node)
                 return
@@ -448,7 +458,7 @@ class WatchedShard:
         count = self.input.ranks_per_node
         if self._cancelled is not None or len(view.exited) >= count or self._has_failed_node(node):
             return
-        if self._awaits_others(node):
+        if self.awaits_others(node):
             return
         # What the node does not number counts as one more observation, so that the next watch knows
         # that it was reported.
@@ -459,7 +469,7 @@ class WatchedShard:
             node, RanksVanished(node, datetime.now(UTC), reason, view.has_rebooted)
         )
 
-    def _awaits_others(self, node: str) -> bool:
+    def awaits_others(self, node: str) -> bool:
         """Return whether no rank may ever have been started here, and the job waits for others."""
         is_other_lost = self.input.lost_in_others or bool(set(self.input.lost) - {node})
         return not self.input.launched and is_other_lost

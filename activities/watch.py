@@ -296,7 +296,11 @@ async def _follow(
                     if (doubt := _find_doubt(gang, node, line)) is not None:
                         break
                     if line.get("outcome") == "refused":
-                        if gang.input.hang_known:
+                        was_lost = gang.note_refusal(node)
+                        if gang.awaits_others(node):
+                            # This watch ends when another one of them returns.
+                            await asyncio.Event().wait()
+                        if gang.input.hang_known and not was_lost:
                             # The job has a fault or a question already, and watches on: the next
                             # watch is refused as well.
                             await asyncio.sleep(KNOWN_REFUSAL_DELAY_S)

@@ -11,7 +11,7 @@ import signal
 from pathlib import Path
 from typing import Any, Callable, Union
 
-from relaunch.agent import checkpoints, disk, processes, reports
+from relaunch.agent import checkpoints, disk, folders, processes, reports
 from relaunch.agent.loop import parse
 from relaunch.agent.node import preflight, probe, reach, repairs
 from relaunch.agent.protocol import (
@@ -22,6 +22,7 @@ from relaunch.agent.protocol import (
     Refusal,
     check_version,
     line,
+    refuse_if_late,
 )
 from relaunch.agent.ranks import orders, watch
 
@@ -79,6 +80,13 @@ def write(handle: int, data: bytes) -> None:
         data = data[os.write(handle, data) :]
 
 
+def _restore_state_folder(state: Path) -> None:
+    try:
+        folders.restore_state_folder(state)
+    except folders.FolderError as error:
+        raise Refusal("cannot_start", str(error)) from error
+
+
 def carry_out(state: Path, command: Any, order: Any, reading: int, writing: int) -> bool:
     """Carry out one command and print its lines; return whether it was done.
 
@@ -92,7 +100,11 @@ def carry_out(state: Path, command: Any, order: Any, reading: int, writing: int)
                 "bad_order",
                 f"command is {str(command)[:40]!r}; expected one of {', '.join(COMMANDS)}",
             )
-        answer = COMMANDS[command](state, check_version(order), reading, writing)
+        fields = check_version(order)
+        refuse_if_late(command, fields.order.get("until"))
+        if command != "watch":
+            _restore_state_folder(state)
+        answer = COMMANDS[command](state, fields, reading, writing)
     except Refusal as refused:
         answer = refused.answer
     except (NoAnswer, TimeoutError) as error:

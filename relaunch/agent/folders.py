@@ -121,6 +121,19 @@ def open_configured_folder(configured: str) -> Path:
     return secure_folder(path)
 
 
+def restore_state_folder(state: Path) -> None:
+    """Create the state folder again if it was removed since this session began.
+
+    Raises:
+        FolderError: It cannot be created, or is another user's now.
+    """
+    if state.is_dir():
+        return
+    if list_places(str(state)) != [str(state)]:
+        secure_folder(state.parent)
+    secure_folder(state)
+
+
 def secure_folder(path: Path) -> Path:
     """Create a folder that only this user can enter, at a path that only this user can change.
 

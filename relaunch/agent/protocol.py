@@ -242,6 +242,25 @@ class Fields:
         return Token(names[0], names[1], numbers[0], numbers[1], names[2])
 
 
+def refuse_if_late(command: str, until: Any) -> None:
+    """Refuse an order whose caller has given up.
+
+    It is asked for when the order comes, and once more right before what cannot be undone: the
+    process that carries it out may have been stopped, or have waited for its disk, for hours.
+
+    Args:
+        command: The order.
+        until: When its caller gives up, by this node's clock; what is no number: never.
+
+    Raises:
+        Refusal: That time has passed.
+    """
+    is_timed = isinstance(until, (int, float)) and not isinstance(until, bool)
+    if is_timed and (at := now()) > until:
+        reason = f"this {command} came {at - max(0, until):.1f} s too late to be carried out"
+        raise Refusal("late", reason, stamp=at)
+
+
 def parse_environment(value: Any, name: str) -> dict[str, str]:
     """Parse a mapping of environment variables."""
     variables = Fields(value, f"{name}.").order

@@ -20,7 +20,7 @@ from relaunch.agent import disk
 from relaunch.agent.children import Child, write
 from relaunch.agent.failpoints import is_cut
 from relaunch.agent.loop import parse, take_line
-from relaunch.agent.protocol import VERSION, Json, Refusal, line, now
+from relaunch.agent.protocol import VERSION, Json, Refusal, line, now, refuse_if_late
 from relaunch.agent.state import read_boot_id
 
 ALWAYS_FINISHED = ("prepare", "start", "stop", "warm", "reset-gpus", "reboot")
@@ -212,9 +212,25 @@ class Session:
                 continue
             self.children[child.from_child] = child
             return
-        child = Child(self.state)
+        try:
+            child = Child(self.state)
+        except OSError as error:  # this user has no process or descriptor left
+            self._refuse_for_want(number, command, error)
+            return
         child.begin(number, command, order)
         self.children[child.from_child] = child
+
+    def _refuse_for_want(self, number: Any, command: Any, error: OSError) -> None:
+        """End an order for which no process can be forked; the others go on.
+
+        A refused watch would mean that its generation is not on this node, so that gets no answer.
+        """
+        if self.single is not None:
+            raise error
+        reason = f"no process can be started for this {command}: {error.strerror}"
+        refusal = line({"id": number, "line": Refusal("cannot_start", reason).answer})
+        is_answered = command in BOUND
+        self._print((refusal if is_answered else b"") + line({"id": number, "exit": 1}))
 
     def _refuse_unbound(self, command: Any, order: Any) -> Json | None:
         """Return the refusal of an order that is not of this session, or that came too late."""
@@ -226,11 +242,10 @@ class Session:
                 f"this {command} is of another session: an order is carried out by the node and in "
                 "the session that it was given to, and nowhere else",
             ).answer
-        until: Any = order.get("until")
-        is_timed = isinstance(until, (int, float)) and not isinstance(until, bool)
-        if is_timed and now() > until:
-            reason = f"this {command} came {now() - until:.1f} s too late to be carried out"
-            return Refusal("late", reason, stamp=now()).answer
+        try:
+            refuse_if_late(command, order.get("until"))
+        except Refusal as refused:
+            return refused.answer
         return None
 
     def _release(self, child: Child) -> None:

@@ -11,7 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from real_node import TIMES, Node, boottime, expect_done, is_alive, refusal, wait_for
+from real_node import (
+    TIMES,
+    Node,
+    boottime,
+    expect_done,
+    is_alive,
+    read_name,
+    refusal,
+    wait_for,
+)
 from test_lease import find_fence, renewing
 
 USER = 65534
@@ -81,6 +90,27 @@ def test_no_rank_is_started_without_a_guard(node: Node) -> None:
     assert not (node.folder() / "started.json").exists(), "it counts as launched"
     set_forks(shim, allowed=True)
     assert all(map(is_alive, expect_done(node.start())["pids"].values()))
+
+
+def test_a_session_that_cannot_fork_refuses_and_goes_on(node: Node) -> None:
+    pids = node.run(1)
+    watch = node.watch()
+    watch.read_until("heartbeat")
+    session = node.session().pid
+    set_forks(session, allowed=False)
+    for pid in node.list_processes():
+        if read_name(pid) == "relaunch-idle":
+            os.kill(pid, signal.SIGKILL)
+    answer = node.stop()
+    assert answer is not None
+    assert refusal(answer) == "cannot_start"
+    assert "temporarily unavailable" in answer["reason"]
+    assert node.watch().read_rest() == [], "a refusal would mean that nothing runs here"
+    began = boottime()
+    beat = watch.read_until("heartbeat", lambda beat: beat["stamp"] > began)
+    assert beat["alive"] == [0, 1] and all(map(is_alive, pids.values()))
+    set_forks(session, allowed=True)
+    expect_done(node.stop())
 
 
 def test_ranks_are_fenced_that_get_no_guard_for_a_lease(node: Node) -> None:

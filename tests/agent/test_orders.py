@@ -373,6 +373,15 @@ def test_a_state_path_longer_than_a_socket_address_works(make_node: Any) -> None
     shutil.rmtree(node.state / "jobs")
 
 
+def test_a_state_folder_removed_under_a_session_is_made_again(node: Node) -> None:
+    assert why(node.order("list")) == "done"
+    shutil.rmtree(node.state)
+    assert why(node.stop()) == "done"
+    shutil.rmtree(node.state)
+    assert all(map(is_alive, node.run(2).values()))
+    assert node.state.stat().st_mode & 0o777 == 0o700
+
+
 def test_the_environment_of_a_rank(
     node: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -9,13 +9,14 @@ import asyncio
 import errno
 import json
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from real_node import Node, expect_done, is_alive, refusal, wait_for
+from real_node import Node, boottime, expect_done, is_alive, read_name, refusal, wait_for
 
 from relaunch.agent.node import reboots
 from relaunch.agent.state import read_boot_id
@@ -62,6 +63,25 @@ def test_a_reboot_kills_processes_and_changes_the_boot_id_only(node: Node, progr
     refused = node.order("reboot", **node.make_reboot_order(boot_id=before))
     assert refused is not None
     assert (refusal(refused), refused["boot_id"]) == ("boot_changed", read_boot_id(node.state))
+
+
+def test_a_reboot_held_up_until_its_caller_gave_up_is_not_done(
+    node: Node, count_reboots: Callable[[], int]
+) -> None:
+    """Its process was stopped, or waited for its disk: a person may have forbidden it since."""
+    expect_done(node.order("list"))
+    idle = [pid for pid in node.list_processes() if read_name(pid) == "relaunch-idle"]
+    assert idle
+    for pid in idle:
+        os.kill(pid, signal.SIGSTOP)
+    until = boottime() + 1.0
+    ordered = node.begin("reboot", **node.make_reboot_order(until=until))
+    wait_for(lambda: boottime() > until)
+    for pid in idle:
+        os.kill(pid, signal.SIGCONT)
+    assert refusal(ordered.read_rest()[-1]) == "late"
+    assert count_reboots() == 0
+    assert reboots.list_newest(node.state) == []
 
 
 def test_a_reboot_killed_before_its_command_is_done_by_a_repeat(node: Node, programs: Path) -> None:

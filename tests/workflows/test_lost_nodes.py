@@ -502,3 +502,20 @@ async def test_a_watch_knows_of_lost_nodes_in_other_shards(
     await commands.watch(job, (watched,), {}, {})
     (order,) = given
     assert order.lost_in_others is in_others
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+async def test_nodes_lost_before_a_launch_get_it_when_they_return(
+    make_rig: MakeRig, nodes: int
+) -> None:
+    """They answer that they know nothing of that generation, which was never prepared there."""
+    cuts = [Cut(generation=2, node=f"n{number + 1}", when="prepare") for number in range(nodes)]
+    async with make_rig(Script((Exit(generation=1, rank=0, exit_code=1), *cuts))) as rig:
+        job = await rig.submit(nodes=nodes)
+        await job.until_phase(Phase.NODE_LOST)
+        for number in range(nodes):
+            rig.backend.heal(f"n{number + 1}")
+        state = await job.until_phase(Phase.RUNNING)
+        assert (state.generation, state.lost, state.restarts_spent) == (3, (), 1)
+        await job.handle.signal("cancel")
+        await job.result()

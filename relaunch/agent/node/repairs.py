@@ -17,7 +17,15 @@ from typing import List, Optional
 from relaunch.agent import tools
 from relaunch.agent.failpoints import reach_failpoint
 from relaunch.agent.node import gpu_users, gpus, hold, reboots, resets
-from relaunch.agent.protocol import Fields, Json, NoAnswer, Refusal, now, refuse_field
+from relaunch.agent.protocol import (
+    Fields,
+    Json,
+    NoAnswer,
+    Refusal,
+    now,
+    refuse_field,
+    refuse_if_late,
+)
 from relaunch.agent.ranks import standby
 from relaunch.agent.state import read_boot_id
 
@@ -86,6 +94,7 @@ def reset_gpus(state: Path, order: Fields) -> Json:
                 "boot_id": expected,
                 "missing": "nvidia-smi is not on this node's PATH",
             }
+        refuse_if_late("reset-gpus", order.order.get("until"))
         standby.end_all(state)
         reboots.record_log_position(state)
         result = _run_tool(state, "reset-gpus", [*choose_root_prefix(), *words], until)
@@ -125,6 +134,7 @@ def reboot(state: Path, order: Fields) -> Json:
         gpu_users.refuse_if_used(
             gpu_users.list_users(gpus.read(state, REBOOT_NVML_TIMEOUT), living_only=True)
         )
+        refuse_if_late("reboot", order.order.get("until"))
         try:
             reboots.record(state, id, reason, order.note("by"))
         except OSError as error:

@@ -251,6 +251,7 @@ def _bind_sockets(
             each.close()
         os.close(lock)
         return answer
+    shim.record_identity(generation)  # a standby that hung may have written its own
     reach_failpoint(job.state, "prepare.forked")
     return ProcessHandover(answer, lambda: shim.become(generation, token, record, sockets, lock))
 
