@@ -358,6 +358,7 @@ class WatchedShard:
         """
         view = self._nodes[node]
         was_lost, view.last_heard = view.reported_lost, read_boot_clock()
+        view.misbehaves = False  # it will send no heartbeats that could show it
         self._note_answer(node)
         return was_lost
 

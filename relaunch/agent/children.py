@@ -69,6 +69,8 @@ COMMANDS: dict[str, Command] = {
     "reset-gpus": lambda state, order, reading, writing: repairs.reset_gpus(state, order),
     "reboot": lambda state, order, reading, writing: repairs.reboot(state, order),
 }
+BOUND = ("prepare", "start", "stop", "warm", "diagnose", "reset-gpus", "reboot")
+"""These commands change the node, so each is for one session with it, and may be for a time."""
 PREFIX_BYTES = 4
 """Bytes of the length prefix of an order to a child."""
 READY_LINE = b"\n"
@@ -84,7 +86,7 @@ def _restore_state_folder(state: Path) -> None:
     try:
         folders.restore_state_folder(state)
     except folders.FolderError as error:
-        raise Refusal("cannot_start", str(error)) from error
+        raise NoAnswer(str(error)) from error
 
 
 def carry_out(state: Path, command: Any, order: Any, reading: int, writing: int) -> bool:
@@ -102,7 +104,7 @@ def carry_out(state: Path, command: Any, order: Any, reading: int, writing: int)
             )
         fields = check_version(order)
         refuse_if_late(command, fields.order.get("until"))
-        if command != "watch":
+        if command in BOUND:
             _restore_state_folder(state)
         answer = COMMANDS[command](state, fields, reading, writing)
     except Refusal as refused:

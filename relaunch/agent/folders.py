@@ -125,11 +125,15 @@ def restore_state_folder(state: Path) -> None:
     """Create the state folder again if it was removed since this session began.
 
     Raises:
-        FolderError: It cannot be created, or is another user's now.
+        FolderError: It cannot be created, is another user's now, or another folder took its place.
     """
     if state.is_dir():
         return
-    if list_places(str(state)) != [str(state)]:
+    others = [place for place in list_places(str(state)) if place != str(state)]
+    used = next(filter(os.path.isdir, others), None)
+    if used is not None:
+        raise FolderError(f"the state folder {state} was removed, and {used} took its place")
+    if others:
         secure_folder(state.parent)
     secure_folder(state)
 

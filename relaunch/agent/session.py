@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from relaunch.agent import disk
-from relaunch.agent.children import Child, write
+from relaunch.agent.children import BOUND, Child, write
 from relaunch.agent.failpoints import is_cut
 from relaunch.agent.loop import parse, take_line
 from relaunch.agent.protocol import VERSION, Json, Refusal, line, now, refuse_if_late
@@ -25,8 +25,6 @@ from relaunch.agent.state import read_boot_id
 
 ALWAYS_FINISHED = ("prepare", "start", "stop", "warm", "reset-gpus", "reboot")
 """These commands are finished even if the controller has disconnected; the others end."""
-BOUND = ("prepare", "start", "stop", "warm", "diagnose", "reset-gpus", "reboot")
-"""These commands change the node, so each is for one session with it, and may be for a time."""
 CUT_CHECK_INTERVAL = 0.2
 """Seconds between checks whether a cut was lifted."""
 MAX_SPARES = 2
@@ -223,14 +221,14 @@ class Session:
     def _refuse_for_want(self, number: Any, command: Any, error: OSError) -> None:
         """End an order for which no process can be forked; the others go on.
 
-        A refused watch would mean that its generation is not on this node, so that gets no answer.
+        Only a refused `stop` is given again. A refused launch would count as a mistake of the job,
+        and a refused watch would mean that its generation is not here: those get no answer.
         """
         if self.single is not None:
             raise error
         reason = f"no process can be started for this {command}: {error.strerror}"
         refusal = line({"id": number, "line": Refusal("cannot_start", reason).answer})
-        is_answered = command in BOUND
-        self._print((refusal if is_answered else b"") + line({"id": number, "exit": 1}))
+        self._print((refusal if command == "stop" else b"") + line({"id": number, "exit": 1}))
 
     def _refuse_unbound(self, command: Any, order: Any) -> Json | None:
         """Return the refusal of an order that is not of this session, or that came too late."""

@@ -98,9 +98,10 @@ def test_a_session_that_cannot_fork_refuses_and_goes_on(node: Node) -> None:
     watch.read_until("heartbeat")
     session = node.session().pid
     set_forks(session, allowed=False)
-    for pid in node.list_processes():
-        if read_name(pid) == "relaunch-idle":
-            os.kill(pid, signal.SIGKILL)
+    idle = [pid for pid in node.list_processes() if read_name(pid) == "relaunch-idle"]
+    for pid in idle:
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not any(map(is_alive, idle)))
     answer = node.stop()
     assert answer is not None
     assert refusal(answer) == "cannot_start"
