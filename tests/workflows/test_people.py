@@ -143,6 +143,11 @@ async def test_s1_7_a_job_ends_also_when_no_person_can_be_notified(
         job = await rig.submit(policy(extends="ecs-reboot-once"))
         result = await job.result()
         assert result.phase is Phase.FAILED
+
+        async def count_tried() -> int:
+            return len(set(tried))
+
+        await _until(count_tried, 1)
         assert set(tried) == {f"relaunch: job {result.name} has failed"}
 
 
