@@ -113,7 +113,12 @@ def _run_tests(tests: Sequence[str], copy: Path) -> Outcomes:
     command += [str(TIMEOUT_S), "-m", "long or not long", *tests]
     # Compiled code is known by time and size only, and a mutant may have both of what it replaces.
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
-    with (copy / "output").open("w+", errors="replace") as output:
+    with (
+        (copy / "output").open("w+", errors="replace") as output,
+        # Short: the sockets of its nodes are below it, and their addresses hold 108 bytes.
+        tempfile.TemporaryDirectory(prefix="m", ignore_cleanup_errors=True) as folder,
+    ):
+        environment["TMPDIR"] = folder
         pytest = subprocess.Popen(
             command,
             cwd=copy,
@@ -132,11 +137,21 @@ def _run_tests(tests: Sequence[str], copy: Path) -> Outcomes:
             with suppress(ProcessLookupError):
                 os.killpg(pytest.pid, signal.SIGKILL)
             pytest.wait()
+            _kill_what_names(folder)
         output.seek(0)
         text = output.read()
     if code not in (0, 1):
         raise RuntimeError(f"pytest ended with {code}: {text[-2000:]}")
     return read_outcomes(text, tests)
+
+
+def _kill_what_names(folder: str) -> None:
+    """Kill what tests have left behind: servers, workers and agents, which have other groups."""
+    mark = folder.encode()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if mark in (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes():
+                os.kill(int(entry.name), signal.SIGKILL)
 
 
 def read_outcomes(text: str, tests: Iterable[str]) -> Outcomes:
