@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,17 +15,25 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from temporalio import activity
+from temporalio.exceptions import ApplicationError, ApplicationErrorCategory
 
 from relaunch.activities.clocks import read_boot_clock
 from relaunch.backends.base import Backend, BackendError, StopOrder, StopProof
 from relaunch.generation import LaunchedGeneration, Token
 from relaunch.job.fencing import safe_launch_at, unknown_generation
 from relaunch.job.places import StartedPlaces, find_doubt
+from relaunch.job.state import UnstoppedNode
 from relaunch.spec.policy import Timeouts
+from relaunch.text import count_noun
 
 RETRY_INTERVAL_S = 2.0
 """Seconds between two attempts to stop a node that does not answer."""
 MAX_NAMED = 8
+MAX_REASON = 300
+"""Maximum number of characters of a reason that a notice gives for a node."""
+NO_ANSWER_YET = "no answer yet"
+UNPROVEN = "StopUnproven"
+"""Type of the error of a stop that no time will prove. Its details are an `UnprovenStop`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +62,9 @@ class StopRanksInput:
     """How steps are read from a rank's log."""
     kills: bool = False
     """Whether ranks are killed without `stop_grace`."""
+    ask_after: timedelta | None = None
+    """How long to go on, beyond `stop_grace`, where no wait is long enough to prove the stop of a
+    node. None (as in an order of an older version): for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +76,16 @@ class StopRanksOutput:
     """The step that all ranks of the token had reached, as far as nodes answered."""
 
 
+@dataclass(frozen=True, slots=True)
+class UnprovenStop:
+    """How far a stop has come that no time will prove."""
+
+    unstopped: tuple[UnstoppedNode, ...]
+    """All nodes without a proof. The first have their reason."""
+    stopped: tuple[str, ...]
+    """The nodes that are proven stopped."""
+
+
 async def stop_everywhere(backend: Backend, input: StopRanksInput) -> StopRanksOutput:
     """Stop every node, and ask each again until it is proven gone or must have fenced itself.
 
@@ -71,14 +93,22 @@ async def stop_everywhere(backend: Backend, input: StopRanksInput) -> StopRanksO
     wait for it starts at the last proven stop of its gang, or at the end of the last lease there. A
     retried attempt proves everything again, and its clock starts again, too. Waits and ages are
     measured by one clock of this process, which is never stepped.
+
+    Raises:
+        ApplicationError: `UNPROVEN`: after `ask_after` there is still a node of which neither an
+            answer nor time is a proof. An error and no result, because a workflow of 0.1.0 takes
+            any result for the proof.
     """
     since = read_boot_clock()
     last_heard = {node: since - age.total_seconds() for node, age in input.unheard_for}
     generations = list_launches(input)
-    grace = input.timeouts.stop_grace.total_seconds()
     order = StopOrder(
-        input.token, stop_grace=grace, log_pattern=input.log_pattern, kills=input.kills
+        input.token,
+        stop_grace=input.timeouts.stop_grace.total_seconds(),
+        log_pattern=input.log_pattern,
+        kills=input.kills,
     )
+    asks_at = since + _find_time_to_ask(input)
     stopped_at: dict[str, float] = {}
     silent: dict[str, str] = {}
     steps: list[int] = []
@@ -121,8 +151,11 @@ async def stop_everywhere(backend: Backend, input: StopRanksInput) -> StopRanksO
                     nodes = (*stopped_at, *fenced)
                     step = min(steps, default=None)
                     return StopRanksOutput(datetime.now(UTC), nodes, fenced, step)
-                named = {node: silent.get(node, "no answer yet") for node in waiting[:MAX_NAMED]}
+                named = {node: silent.get(node, NO_ANSWER_YET) for node in waiting[:MAX_NAMED]}
                 shown[:] = [{"waiting for": named, "nodes": len(waiting)}]
+                # Each try ends within a time: it is waited for, to say why.
+                if safe is None and now >= asks_at and all(node in silent for node in waiting):
+                    raise _make_error(waiting, silent, tuple(stopped_at))
                 pause = (
                     RETRY_INTERVAL_S
                     if safe is None
@@ -134,6 +167,33 @@ async def stop_everywhere(backend: Backend, input: StopRanksInput) -> StopRanksO
         finally:
             for task in tasks.values():
                 task.cancel()
+
+
+def _find_time_to_ask(input: StopRanksInput) -> float:
+    """Return after how many seconds a stop that is not proven is reported."""
+    if input.ask_after is None or input.once:
+        return math.inf
+    return (input.timeouts.stop_grace + input.ask_after).total_seconds()
+
+
+def _make_error(
+    waiting: tuple[str, ...], silent: dict[str, str], stopped: tuple[str, ...]
+) -> ApplicationError:
+    named = [
+        UnstoppedNode(node, silent.get(node, NO_ANSWER_YET)[:MAX_REASON])
+        for node in waiting[:MAX_NAMED]
+    ]
+    rest = [UnstoppedNode(node, "") for node in waiting[MAX_NAMED:]]
+    clauses = [f"{one.node}: {one.reason}" for one in named]
+    if rest:
+        clauses.append(f"and {count_noun(len(rest), 'more node')}")
+    return ApplicationError(
+        f"no proof that the ranks have stopped: {'; '.join(clauses)}",
+        UnprovenStop((*named, *rest), stopped),
+        type=UNPROVEN,
+        non_retryable=True,
+        category=ApplicationErrorCategory.BENIGN,  # the worker has no fault to log
+    )
 
 
 def list_launches(input: StopRanksInput) -> tuple[LaunchedGeneration, ...]:

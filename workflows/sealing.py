@@ -182,7 +182,8 @@ class _SealedInstance(WrappedInstance):
         match cause.WhichOneof("failure_info"):
             case "application_failure_info":
                 is_plain = cause.application_failure_info.type == PLAIN_PAYLOAD
-                return is_plain or self._refuses([cause.encoded_attributes])
+                details = cause.application_failure_info.details.payloads
+                return is_plain or self._refuses([cause.encoded_attributes, *details])
             case "server_failure_info":  # the answer was longer than the server takes
                 return not self._takes_plain
         return False

@@ -10,9 +10,10 @@ from temporalio.common import SearchAttributeKey, SearchAttributeUpdate
 
 from relaunch.evidence.health import Health
 from relaunch.fields import duration
-from relaunch.job.drain import describe_drains, describe_next
+from relaunch.job.drain import describe_drains
 from relaunch.job.failure import Failure, find_failure
 from relaunch.job.ladder import list_used_budgets
+from relaunch.job.next_step import describe_next
 from relaunch.job.state import DecisionRecord, FaultRecord, JobState, Phase
 from relaunch.repair.escalation import Escalation, EscalationDecision, ExamineNode
 from relaunch.repair.explain import kind_of_order

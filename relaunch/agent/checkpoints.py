@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Dict, List, NamedTuple, Optional, Pattern, Tuple
 
 from relaunch.agent import tools
+from relaunch.agent.locks import try_lock
 from relaunch.agent.protocol import Fields, Json, Refusal
-from relaunch.agent.state import try_lock
 
 READ_TIMEOUT = 2.5
 """Timeout in seconds for reading a folder."""

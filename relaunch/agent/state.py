@@ -5,19 +5,17 @@ Does not judge what the contents mean for an order.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import json
 import os
 import secrets
 import socket
-import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Iterable, Iterator, NamedTuple, NoReturn, Optional
 
 from relaunch.agent import disk, folders, processes
+from relaunch.agent.locks import LockWait, open_lock, take, try_lock
 from relaunch.agent.protocol import Json, Order, Refusal, Token, job_path
 from relaunch.agent.ranks import find_shims
 
@@ -109,36 +107,6 @@ def read_json(path: Path) -> Json | None:
     except (FileNotFoundError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
-
-
-def try_lock(path: Path) -> int | None:
-    """Take a lock file without waiting, or return None if it is held.
-
-    The kernel releases it when the last process that holds it dies.
-    """
-    return _lock(_open_lock(path, os.O_RDWR | os.O_CREAT))
-
-
-def _open_lock(path: Path, flags: int) -> int:
-    try:
-        return os.open(path, flags, 0o1600)
-    except OSError as error:
-        if error.errno != errno.EROFS:
-            raise
-        # Ranks are stopped on a disk that became read-only, too.
-        try:
-            return os.open(path, os.O_RDONLY)
-        except FileNotFoundError:
-            raise error from None
-
-
-def _lock(handle: int) -> int | None:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        return None
-    return handle
 
 
 class Generation:
@@ -266,10 +234,10 @@ class Generation:
         shim that holds it open.
         """
         try:
-            handle = _open_lock(self.path / "shim.lock", os.O_RDWR)
+            handle = open_lock(self.path / "shim.lock", os.O_RDWR)
         except FileNotFoundError:
             return self.find_shim() is not None
-        lock = _lock(handle)
+        lock = take(handle)
         if lock is None:
             return True
         os.close(lock)
@@ -430,8 +398,12 @@ class JobState:
 
     @contextmanager
     def hold_lock(self, timeout: float) -> Iterator[None]:
-        """Hold the job's lock; raise TimeoutError if it is not free within `timeout` seconds."""
-        deadline = time.monotonic() + timeout
+        """Hold the job's lock.
+
+        Raises:
+            HeldLock: It is not free within `timeout` seconds.
+        """
+        waiting = LockWait(self.path / "lock", timeout)
         while True:
             (self.state / "jobs").mkdir(mode=0o700, exist_ok=True)
             self.path.mkdir(mode=0o700, exist_ok=True)
@@ -440,9 +412,7 @@ class JobState:
                 break
             if lock is not None:
                 os.close(lock)
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"another command holds {self.path / 'lock'}")
-            time.sleep(0.005)
+            waiting.pause()
         try:
             yield
         finally:

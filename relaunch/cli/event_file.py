@@ -54,7 +54,13 @@ OBSERVATIONS = _union_members(Observation)
 EVENTS = {
     kind: one
     for kind, one in _union_members(events.Event).items()
-    if one not in (events.PolicyChanged, events.IncidentsArchived, events.SubmitterChecked)
+    if one
+    not in (
+        events.PolicyChanged,
+        events.IncidentsArchived,
+        events.StopUnproven,
+        events.SubmitterChecked,
+    )
 }
 _ANY_EVENT: TypeAdapter[events.Event] = TypeAdapter(events.Event)
 

@@ -122,8 +122,8 @@ def budgets(state: JobState, now: datetime) -> dict[str, Any]:
 
 
 def show(state: JobState, watch: Watch | None, now: datetime) -> dict[str, Any]:
-    from relaunch.job.drain import describe_next
     from relaunch.job.failure import find_failure
+    from relaunch.job.next_step import describe_next
     from relaunch.job.slow_nodes import list_slow
 
     incident = state.incident

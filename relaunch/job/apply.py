@@ -57,6 +57,7 @@ from relaunch.job.events import (
     RepairAsks,
     RepairEnded,
     StepReached,
+    StopUnproven,
     SubmissionRaised,
     SubmitterChecked,
     WorkflowReset,
@@ -78,6 +79,7 @@ from relaunch.job.launches import (
     add_found,
     complete_launch,
     forget_node,
+    forget_stopped,
     prove_stopped,
     reserve_launch,
     settle_failed_launch,
@@ -165,6 +167,8 @@ def apply_event(
     else:
         after = _apply_event(charge_before(job, event, now), event, diagnosis, now, rules)
         after = charge_after(job, after, event, now)
+    if after.unstopped:
+        after = forget_stopped(after)
     if isinstance(event, Launched | LaunchFailed | LaunchRefused) and event.places:
         # Also for a launch that was given up: its orders may have been carried out.
         older = () if isinstance(event, Launched) and after is not job else after.places
@@ -195,7 +199,12 @@ def _apply_event(
             )
             job = complete_launch(job, event.generation)
             return replace(
-                job, lost=(), launched_at=event.started_at, incident=incident, has_run=True
+                job,
+                lost=(),
+                unstopped=(),
+                launched_at=event.started_at,
+                incident=incident,
+                has_run=True,
             )
         case NodesExamined() if job.phase is Phase.EXAMINING and job.recovering is not None:
             return _apply_examination(job, job.recovering, event, now)
@@ -246,10 +255,8 @@ def _apply_event(
                 launched=(),
                 lost=(),
             )
-        case RanksStopped():
-            job = _raise_reached(job, event.step)
-            incident = replace(job.incident, stopped=event.at) if job.incident else None
-            return replace(prove_stopped(job, event.nodes), incident=incident)
+        case RanksStopped() | StopUnproven():
+            return _apply_stop(job, event)
         case DrainRequested() if event.node in {slot.node for slot in job.slots} or (
             # It may have been granted a moment ago. A grant drops the requests for other nodes.
             job.phase in (Phase.QUEUED, Phase.LAUNCHING, Phase.WAITING_FOR_NODES)
@@ -310,6 +317,16 @@ def _apply_event(
             return _notice(job, f"{event.name} {event.what}: {event.reason}")
         case _:
             return job
+
+
+def _apply_stop(job: JobState, event: RanksStopped | StopUnproven) -> JobState:
+    if isinstance(event, StopUnproven):
+        reminders = job.stop_reminders + 1 if job.unstopped else 0
+        job = prove_stopped(job, event.stopped)
+        return replace(job, unstopped=event.nodes, stop_reminders=reminders)
+    job = _raise_reached(job, event.step)
+    incident = replace(job.incident, stopped=event.at) if job.incident else None
+    return replace(prove_stopped(job, event.nodes), incident=incident)
 
 
 def _apply_progress(job: JobState, event: ProgressSeen, now: datetime) -> JobState:
@@ -715,6 +732,7 @@ def resubmit(
         strategy=None,
         drains=(),
         lost=(),
+        unstopped=(),
         deferred_fault=None,
         recovering=None,
         broken_links=(),

@@ -63,6 +63,7 @@ from relaunch.job.events import (
     RepairEnded,
     RetryRequested,
     StepReached,
+    StopUnproven,
     SubmissionRaised,
     Submitted,
     SubmitterChecked,
@@ -265,6 +266,7 @@ def _decide(
             | LaunchOrdered()
             | RanksFound()
             | RanksStopped()
+            | StopUnproven()
             | RepairAsks()
             | FreeNodesCounted()
             | PolicyChanged()

@@ -8,10 +8,7 @@ from __future__ import annotations
 from datetime import datetime
 
 from relaunch.job.state import JobState, NodeDrain, Phase
-from relaunch.text import count_noun, format_time
-
-NAMED = 4
-"""Maximum number of nodes to leave that are named: the text is one line even for a whole rack."""
+from relaunch.text import format_time
 
 
 def nodes_to_drain(job: JobState, now: datetime) -> tuple[str, ...]:
@@ -57,17 +54,6 @@ def describe_drains(job: JobState) -> tuple[str, ...]:
         if not job.phase.is_final and job.ending is None
         else ()
     )
-
-
-def describe_next(job: JobState) -> str:
-    """Return `JobState.next` and the open drain requests, which apply whatever comes next."""
-    drains = describe_drains(job)
-    more = (
-        (f"{count_noun(len(drains) - NAMED, 'more node is', 'more nodes are')} wanted",)
-        if len(drains) > NAMED
-        else ()
-    )
-    return "; ".join((job.next.what, *drains[:NAMED], *more))
 
 
 def _describe_drain(job: str, one: NodeDrain) -> str:

@@ -15,7 +15,7 @@ from relaunch.evidence.stragglers import SlowNode
 from relaunch.generation import LaunchedGeneration
 from relaunch.job.accounts import RunFigures
 from relaunch.job.places import StartedPlaces
-from relaunch.job.state import ExaminedNode, ForeignUse, Slot
+from relaunch.job.state import ExaminedNode, ForeignUse, Slot, UnstoppedNode
 from relaunch.spec.policy import Policy, Strategy
 
 
@@ -284,6 +284,17 @@ class RanksStopped:
 
 
 @dataclass(frozen=True, slots=True)
+class StopUnproven:
+    """A stop is tried for long, and no time will prove it: a person has to hear of it."""
+
+    generation: int
+    nodes: tuple[UnstoppedNode, ...]
+    stopped: tuple[str, ...] = ()
+    """The nodes that are proven stopped."""
+    kind: Literal["StopUnproven"] = "StopUnproven"
+
+
+@dataclass(frozen=True, slots=True)
 class NodesExamined:
     generation: int
     examined: tuple[ExaminedNode, ...]
@@ -489,6 +500,7 @@ Event = Annotated[
     | StepReached
     | CheckpointSaved
     | RanksStopped
+    | StopUnproven
     | NodesExamined
     | RepairEnded
     | RepairAsks

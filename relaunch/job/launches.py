@@ -99,6 +99,13 @@ def prove_stopped(job: JobState, nodes: Iterable[str]) -> JobState:
     )
 
 
+def forget_stopped(job: JobState) -> JobState:
+    """Remove the nodes on which no rank may be alive any more from those that could not be proven
+    stopped."""
+    unstopped = tuple(one for one in job.unstopped if one.node in job.maybe_alive)
+    return job if unstopped == job.unstopped else replace(job, unstopped=unstopped)
+
+
 def forget_node(job: JobState, node: str) -> JobState:
     """Remove a node that a person declared dead from the record.
 

@@ -279,6 +279,15 @@ class LostNode:
 
 
 @dataclass(frozen=True, slots=True)
+class UnstoppedNode:
+    """A node whose ranks could not be proven stopped, and no time will prove it."""
+
+    node: str
+    reason: str
+    """Empty where many hang: only the first are explained."""
+
+
+@dataclass(frozen=True, slots=True)
 class AvoidedNode:
     """A node that the job does not use again."""
 
@@ -542,6 +551,10 @@ class JobState:
     generation_nodes: tuple[GenerationNodes, ...] = ()
     """The nodes of this submission's generations, oldest first, for reading their logs."""
     lost: tuple[LostNode, ...] = ()
+    unstopped: tuple[UnstoppedNode, ...] = ()
+    """Nodes of `maybe_alive` on which a stop was tried for `ask_after`, and could not be proven."""
+    stop_reminders: int = 0
+    """How many times people have been reminded of them."""
     asked: Ask | None = None
     """The last question to a person, in its original form (before any snooze)."""
     snoozed: bool = False

@@ -268,7 +268,8 @@ class Timeouts(StrictModel):
     relaunch cannot see it, and uses this value only to check the other timeouts.
     """
     ask_after: Duration = timedelta(hours=1)
-    """How long to wait for a lost node, where only waiting is safe, before a person is asked."""
+    """How long to wait for a lost node, or for proof that ranks have stopped, where only waiting is
+    safe, before a person is asked."""
     unwatched: Duration | None = None
     """How long ranks may run while no controller watches them, before they stop by themselves.
 

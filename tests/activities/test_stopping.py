@@ -11,11 +11,12 @@ from dataclasses import replace
 from datetime import datetime, timedelta, tzinfo
 
 import pytest
+from temporalio.exceptions import ApplicationError
 
 import relaunch.activities.clocks
 import relaunch.activities.stop
 import relaunch.job.fencing
-from relaunch.activities.stop import StopRanksInput, StopRanksOutput, list_launches
+from relaunch.activities.stop import UNPROVEN, StopRanksInput, StopRanksOutput, list_launches
 from relaunch.generation import LaunchedGeneration
 from relaunch.job.events import NodeUnreachable
 from relaunch.job.fencing import fence_wait
@@ -189,6 +190,35 @@ async def test_silence_of_a_node_in_no_known_launch_proves_nothing() -> None:
     assert not done
     fleet.backend.heal("n2")
     assert (await stopping).fenced == ()
+
+
+async def test_a_stop_that_no_time_proves_is_reported() -> None:
+    fleet = stand(timeouts=SHORT)
+    await fleet.launch()
+    fleet.backend.cut("n2")
+    generations = (launched(fleet.timeouts, "n1", "n2", fences=False),)
+    soon = timedelta(seconds=0.3)
+    with pytest.raises(ApplicationError) as raised:
+        await stop(fleet, order(fleet, "n1", "n2", generations=generations, ask_after=soon))
+    assert (raised.value.type, raised.value.non_retryable) == (UNPROVEN, True)
+    (found,) = raised.value.details
+    assert ([one.node for one in found.unstopped], found.stopped) == (["n2"], ("n1",))
+
+
+async def test_a_stop_that_time_proves_is_never_reported() -> None:
+    fleet = stand(timeouts={**SHORT, "lease": "300ms"})
+    fleet.backend.cut("n2")
+    generations = (launched(fleet.timeouts, "n1", "n2", stopped=("n1",)),)
+    now = timedelta(0)
+    answer = await stop(fleet, order(fleet, "n2", generations=generations, ask_after=now))
+    assert answer.fenced == ("n2",)
+
+
+async def test_a_stop_that_is_tried_once_is_never_reported() -> None:
+    fleet = stand(timeouts=SHORT)
+    fleet.backend.cut("n1")
+    answer = await stop(fleet, order(fleet, "n1", once=True, ask_after=timedelta(0)))
+    assert answer.nodes == ()
 
 
 async def test_a_node_that_was_stopped_before_is_a_witness() -> None:

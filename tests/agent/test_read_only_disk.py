@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from real_node import Node, is_alive, refusal, token, wait_for
 
+from relaunch.agent.locks import try_lock
 from relaunch.agent.protocol import Fields, Refusal
 from relaunch.agent.ranks import orders
-from relaunch.agent.state import JobState, try_lock
+from relaunch.agent.state import JobState
 
 
 @pytest.fixture

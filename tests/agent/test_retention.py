@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 from real_node import Node, expect_done, python_command, refusal, token, wait_for
 
+from relaunch.agent.locks import try_lock
 from relaunch.agent.ranks import retention
-from relaunch.agent.state import MAX_GENERATIONS, JobState, try_lock
+from relaunch.agent.state import MAX_GENERATIONS, JobState
 
 BLOCK = 64 * 1024
 LONG = 3 * BLOCK

@@ -115,9 +115,9 @@ MUTANTS = (
         row="S1.2",
         what="one node that is proven stopped counts for all nodes",
         file="relaunch/job/apply.py",
-        old="""            return replace(prove_stopped(job, event.nodes), incident=incident)
+        old="""    return replace(prove_stopped(job, event.nodes), incident=incident)
 """,
-        new="""            return replace(prove_stopped(job, job.maybe_alive), incident=incident)
+        new="""    return replace(prove_stopped(job, job.maybe_alive), incident=incident)
 """,
         tests=(
             "tests/recovery/test_s1_ecs.py"
@@ -533,10 +533,10 @@ MUTANTS = (
         row="S1.7",
         what="people are not notified of a question",
         file="workflows/training_job/notices.py",
-        old="""    if job.phase is Phase.WAITING_FOR_PERSON and not job.snoozed:
-        return f"{ASKED}{job.generation} {job.next.at}"
+        old="""        return None if job.snoozed else f"{ASKED}{job.generation} {job.next.at}"
 """,
-        new="",
+        new="""        return None
+""",
         tests=(
             "tests/workflows/test_people.py"
             "::test_s1_7_people_hear_of_a_question_and_after_a_snooze_again",

@@ -28,17 +28,19 @@ from relaunch.job.events import (
     PolicyChanged,
     ProgressSeen,
     RanksFound,
+    RanksStopped,
     RepairAsks,
     RepairEnded,
     RetryRequested,
     StepReached,
+    StopUnproven,
     SubmissionRaised,
     Submitted,
     SubmitterChecked,
     WorkflowReset,
 )
 from relaunch.job.incidents import KEPT_DECISIONS, name_foreign_processes
-from relaunch.job.state import Diagnosis, Ignore, JobState, Next, Progress, Relaunch
+from relaunch.job.state import Diagnosis, Ignore, JobState, Next, Progress, Relaunch, UnstoppedNode
 from relaunch.spec.policy import Strategy
 from tests.recovery.builders import (
     T0,
@@ -316,6 +318,23 @@ def test_a_node_that_the_watch_hears_is_not_taken_for_dead(snapshot: SnapshotAss
     stopping = walk(running(), (this(CancelRequested("", "ada")), "CANCELLED 130"))
     # nothing watches it any more
     assert check_declaration(stopping, "n2") == ""
+
+
+def test_nodes_are_unstopped_until_proven_or_declared_dead() -> None:
+    job = replace(running(), maybe_alive=("n1", "n2"))
+    unproven = StopUnproven(
+        job.generation, (UnstoppedNode("n1", "it hangs"), UnstoppedNode("n2", "no answer"))
+    )
+    job = record(record(job, unproven), unproven)
+    assert (len(job.unstopped), job.stop_reminders) == (2, 1)
+    job = record(job, NodeDeclaredDead("n1", "", "ada"))
+    assert [one.node for one in job.unstopped] == ["n2"]
+    job = record(job, RanksStopped(job.generation, ("n2",), T0))
+    assert job.unstopped == ()
+    again = record(replace(job, maybe_alive=("n1", "n2")), replace(unproven, stopped=("n1",)))
+    assert (again.stop_reminders, again.maybe_alive) == (0, ("n2",))
+    launched = Launched(job.generation, T0, T0)
+    assert record(again, launched).unstopped == (), "a launch has stopped what was there"
 
 
 def test_the_submitter_is_who_the_fleet_has_checked() -> None:

@@ -26,12 +26,12 @@ import relaunch.pool.scheduler
 import relaunch.workflows.fleet.workflow
 from relaunch.activities.fleet import FleetActivities
 from relaunch.activities.records import read_archive
-from relaunch.job.events import MessageRejected, SubmitterChecked
-from relaunch.job.state import Phase
+from relaunch.job.events import MessageRejected, StopUnproven, SubmitterChecked
+from relaunch.job.state import Phase, UnstoppedNode
 from relaunch.messages.jobs import TrainingJobInput
 from relaunch.workflows.fleet.workflow import Fleet
 from relaunch.workflows.search_attributes import memo
-from relaunch.workflows.training_job import actions
+from relaunch.workflows.training_job import stops
 from relaunch.workflows.training_job.workflow import TrainingJob
 from tests.fakes.nodes import Exit, Progress, Script
 from tests.payloads import decrypt
@@ -39,6 +39,7 @@ from tests.workflows.claimants import claimants
 from tests.workflows.conftest import MakeRig
 from tests.workflows.rig import PATIENCE, Job, is_claim, policy, rig
 from tests.workflows.test_histories import SCENARIOS
+from tests.workflows.test_unproven_stops import FALLS_OFF, SOON, STUCK, is_unproven
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 ALWAYS = {"APPLICATION": [{"strategy": "RESTART_IN_PLACE"}]}
@@ -108,6 +109,8 @@ async def test_what_0_1_0_cannot_read_is_not_carried_on(
     async def get_answer_meanwhile(self: TrainingJob) -> None:
         self._session.post(MessageRejected("report", "it is not known"))
         self._session.post(SubmitterChecked("ada (claimed)"))
+        generation = self._session.job.generation
+        self._session.post(StopUnproven(generation, (UnstoppedNode("n1", "it hangs"),)))
         await continue_as_new(self)
 
     monkeypatch.setattr(TrainingJob, "_continue_as_new", get_answer_meanwhile)
@@ -315,7 +318,7 @@ async def test_a_job_queued_for_30_days_starts_when_it_is_its_turn(
 async def test_a_stop_that_waits_for_proof_continues_as_new(
     make_short_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actions, "STOP_PAUSABLE_AFTER", timedelta(seconds=1))
+    monkeypatch.setattr(stops, "STOP_PAUSABLE_AFTER", timedelta(seconds=1))
     async with make_short_rig(Script((Progress(hangs=True),)), nodes=1, all_ended=False) as rig:
         job = await rig.submit(nodes=1)
         await job.until_phase(Phase.RUNNING, 1)
@@ -328,6 +331,26 @@ async def test_a_stop_that_waits_for_proof_continues_as_new(
         await job.handle.signal("report", {"node": "n1", "by": "ada"})
         result = await job.result()
         assert (result.phase, "enough" in result.reason) == (Phase.CANCELLED, True)
+
+
+async def test_a_stop_of_a_job_without_nodes_continues_as_new(
+    make_short_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next run asks the node again, and does not only wait for others."""
+    monkeypatch.setattr(stops, "STOP_PAUSABLE_AFTER", timedelta(0))
+    script = Script((FALLS_OFF, Progress(rate=20.0, hangs=True), STUCK))
+    async with make_short_rig(script, nodes=1, all_ended=False) as rig:
+        job = await rig.submit(policy(SOON), nodes=1)
+        await job.until(is_unproven)
+        await _send_reports(job, until_runs=3)
+        asked = len(rig.orders("stop"))
+        await job.until(lambda _: len(rig.orders("stop")) > asked, "asked again")
+        state = await job.state()
+        assert (state.phase, state.maybe_alive) == (Phase.WAITING_FOR_NODES, ("n1",))
+        await job.handle.signal("report", {"node": "n1", "by": "ada"})
+        await job.until(lambda state: not state.unstopped)
+        await job.handle.signal("cancel")
+        await job.result()
 
 
 @pytest.mark.parametrize(

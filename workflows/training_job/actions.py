@@ -15,7 +15,6 @@ with workflow.unsafe.imports_passed_through():
         LaunchOrdered,
         NodesAcquired,
         RanksFound,
-        RanksStopped,
         RepairEnded,
     )
     from relaunch.job.fencing import fences, plan_generation, will_fence
@@ -28,7 +27,8 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.spec.policy import Strategy
     from relaunch.workflows.training_job import commands
     from relaunch.workflows.training_job.claims import Claims
-    from relaunch.workflows.training_job.session import STOP_PAUSABLE_AFTER, Session
+    from relaunch.workflows.training_job.session import Session
+    from relaunch.workflows.training_job.stops import prove_stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +220,11 @@ class Actions:
             # Stop ranks on all nodes, not only on those: a node that was cut off stops its ranks
             # only when no other node vouches for it.
             before = decision.generation - 1
-            stopped = await self._prove_stopped(
-                before, self._job.maybe_alive, f"stop generation {before} before another starts"
+            stopped = await prove_stopped(
+                self._session,
+                before,
+                self._job.maybe_alive,
+                f"stop generation {before} before another starts",
             )
             self._session.post(stopped)
             if is_superseded():
@@ -317,10 +320,10 @@ class Actions:
         generation = self._job.generation
         if self._job.maybe_alive:
             what = "examining" if isinstance(decision, Examine) else decision.strategy
-            stopped = await self._prove_stopped(
-                generation, self._job.maybe_alive, f"stop generation {generation} before {what}"
+            summary = f"stop generation {generation} before {what}"
+            self._session.post(
+                await prove_stopped(self._session, generation, self._job.maybe_alive, summary)
             )
-            self._session.post(stopped)
         if isinstance(decision, Examine) and decision.links:
             self._session.post(await commands.check_links(self._job))
         elif isinstance(decision, Examine) and decision.foreign_processes:
@@ -359,16 +362,10 @@ class Actions:
             alive, nodes = (), tuple(dict.fromkeys((*alive, *nodes)))
         if alive:
             summary = f"stop generation {generation}"
-            self._session.post(await self._prove_stopped(generation, alive, summary))
+            self._session.post(await prove_stopped(self._session, generation, alive, summary))
         if rest := tuple(node for node in nodes if node not in alive):
             # Proven stopped earlier; one of these nodes may be dead, so do not wait for it.
             summary = f"clean up after generation {generation}"
-            self._session.post(await self._prove_stopped(generation, rest, summary, once=True))
-
-    async def _prove_stopped(
-        self, generation: int, nodes: tuple[str, ...], summary: str, *, once: bool = False
-    ) -> RanksStopped:
-        """Stop ranks. Proof may take for ever: a node that cannot be reached has to be declared
-        dead."""
-        stop = commands.prove_stopped(self._job, generation, nodes, summary, once=once)
-        return await self._session.tasks.wait(stop, pausable_after=STOP_PAUSABLE_AFTER)
+            self._session.post(
+                await prove_stopped(self._session, generation, rest, summary, once=True)
+            )

@@ -11,7 +11,7 @@ from typing import Any
 
 from temporalio import workflow
 from temporalio.common import RetryPolicy
-from temporalio.exceptions import ActivityError, ApplicationError
+from temporalio.exceptions import ActivityError, ApplicationError, is_cancelled_exception
 
 with workflow.unsafe.imports_passed_through():
     from pydantic import TypeAdapter
@@ -38,7 +38,6 @@ with workflow.unsafe.imports_passed_through():
         NodesGranted,
         NodesMissing,
         RanksFound,
-        RanksStopped,
         SubmissionRaised,
         SubmitterChecked,
         WorkflowReset,
@@ -51,7 +50,8 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.text import count_noun, join_names
     from relaunch.workflows.training_job import commands
     from relaunch.workflows.training_job.commands import KEEP_TRYING
-    from relaunch.workflows.training_job.session import STOP_PAUSABLE_AFTER, Session
+    from relaunch.workflows.training_job.session import Session
+    from relaunch.workflows.training_job.stops import prove_stopped
 
 GRANT = TypeAdapter(Grant)
 COUNT_RETRY = RetryPolicy(maximum_attempts=3)
@@ -253,11 +253,13 @@ class Claims:
                 # The job may wait for hours, and its ranks are not watched meanwhile.
                 if alive := self._job.maybe_alive:
                     try:
+                        generation, summary = decision.generation - 1, "stop what waits for nodes"
                         self._session.post(
-                            await self._prove_stopped(decision.generation - 1, alive)
+                            await prove_stopped(self._session, generation, alive, summary)
                         )
-                    except asyncio.CancelledError:
-                        self._grants.insert(0, grant)  # the next run takes it again
+                    except (ActivityError, asyncio.CancelledError) as error:
+                        if is_cancelled_exception(error):
+                            self._grants.insert(0, grant)  # the next run takes it again
                         raise
                     await workflow.wait_condition(lambda: not self._job.maybe_alive)
                 # No other nodes are available. A node that was only lost is good again once it
@@ -272,11 +274,6 @@ class Claims:
             self._session.post(_ranks_found(grant))
             await workflow.wait_condition(lambda: set(grant.holding) <= set(self._job.maybe_alive))
         return keep_places(self._job.slots if keep else (), grant.places)
-
-    async def _prove_stopped(self, generation: int, nodes: tuple[str, ...]) -> RanksStopped:
-        what = "stop what waits for nodes"
-        stop = commands.prove_stopped(self._job, generation, nodes, what)
-        return await self._session.tasks.wait(stop, pausable_after=STOP_PAUSABLE_AFTER)
 
     def _list_unwanted(self) -> tuple[str, ...]:
         """Return the nodes that the job does not use even where no other is free."""

@@ -4,10 +4,10 @@ in the web UI."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from temporalio import workflow
 from temporalio.common import RetryPolicy
@@ -25,6 +25,8 @@ from temporalio.workflow import (
 )
 
 with workflow.unsafe.imports_passed_through():
+    from pydantic import TypeAdapter, ValidationError
+
     from relaunch.activities.examine import NodeActivities
     from relaunch.activities.launch import (
         JobActivities,
@@ -43,7 +45,7 @@ with workflow.unsafe.imports_passed_through():
         WatchRanksInput,
         WatchReport,
     )
-    from relaunch.activities.stop import StopRanksInput
+    from relaunch.activities.stop import UNPROVEN, StopRanksInput, UnprovenStop
     from relaunch.activities.watch import WatchActivities, heartbeat_timeout
     from relaunch.generation import Token
     from relaunch.job.drain import drains_at_checkpoint
@@ -56,6 +58,7 @@ with workflow.unsafe.imports_passed_through():
         NodesExamined,
         RanksStopped,
         RepairEnded,
+        StopUnproven,
         WorkflowReset,
     )
     from relaunch.job.fencing import living_generations, running_timeouts, will_fence
@@ -63,7 +66,7 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.job.places import limit_places
     from relaunch.job.ranks import processes_of
     from relaunch.job.slow_nodes import MAX_OF_GENERATION, list_slow
-    from relaunch.job.state import Examine, Incident, JobState, Phase, Repair, Slot
+    from relaunch.job.state import Examine, Incident, JobState, Phase, Repair, Slot, UnstoppedNode
     from relaunch.job.survivors import kills_survivors
     from relaunch.messages.ids import REPAIR_ID_PREFIX
     from relaunch.messages.jobs import NodeRepairInput, NodeRepairResult
@@ -72,6 +75,7 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.spec.policy import StragglerLimits
 
 Answer = TypeVar("Answer")
+UNPROVEN_STOP = TypeAdapter(tuple[UnprovenStop])
 SHARD = 256
 """Nodes that one watch or launch activity serves. One activity per node would be thousands of
 events a generation."""
@@ -333,22 +337,24 @@ def _first_rank(job: JobState, node: str) -> int | None:
     return next((processes_of(group, job.spec)[0] for group in groups), None)
 
 
-async def prove_stopped(
+async def stop_ranks(
     job: JobState, generation: int, nodes: tuple[str, ...], summary: str, *, once: bool = False
-) -> RanksStopped:
+) -> RanksStopped | StopUnproven:
     """Stop a generation and all earlier ones.
 
-    Returns when every node is proven clean or must have fenced; with `once`, after one try.
+    Returns when every node is proven clean or must have fenced, or when it was tried for long and
+    no time will prove it; with `once`, after one try.
     """
+    times = job.policy.timeouts
     unreachable = f" (must fence first: {_names(job.lost_names)})" if job.lost and not once else ""
-    stopped = await unless_cancelled(
+    order = unless_cancelled(
         workflow.execute_activity_method(
             JobActivities.stop_ranks,
             StopRanksInput(
                 token=replace(job.token, generation=generation),
                 fleet=job.spec.fleet,
                 nodes=nodes,
-                timeouts=job.policy.timeouts,
+                timeouts=times,
                 gang_size=job.spec.node_count,
                 # The silence at the time of the report: the time since then is known only by the
                 # server's clock, which may be stepped.
@@ -358,6 +364,7 @@ async def prove_stopped(
                 places=limit_places(job.places, nodes),
                 log_pattern=job.spec.progress.pattern,
                 kills=kills_survivors(job, generation),
+                ask_after=times.answer_within if job.unstopped else times.ask_after,
             ),
             start_to_close_timeout=FOR_EVER,
             heartbeat_timeout=BEAT,
@@ -366,9 +373,24 @@ async def prove_stopped(
             summary=f"{summary}{unreachable} on {_names(nodes)}",
         )
     )
+    try:
+        stopped = await order
+    except ActivityError as error:
+        cause = error.cause
+        if not (isinstance(cause, ApplicationError) and cause.type == UNPROVEN):
+            raise
+        return _read_unproven(job, nodes, cause.details)
     return RanksStopped(
         job.generation, stopped.nodes, stopped.at, stopped.fenced, step=stopped.step
     )
+
+
+def _read_unproven(job: JobState, nodes: tuple[str, ...], details: Sequence[Any]) -> StopUnproven:
+    try:
+        (found,) = UNPROVEN_STOP.validate_python(details)
+    except ValidationError:  # of another release: what it says may wait, the stop may not
+        return StopUnproven(job.generation, tuple(UnstoppedNode(node, "") for node in nodes))
+    return StopUnproven(job.generation, found.unstopped, found.stopped)
 
 
 async def examine(job: JobState, decision: Examine) -> NodesExamined:

@@ -16,7 +16,7 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.access.orders import PersonOrder, SignedText
     from relaunch.fields import duration
     from relaunch.job.decide import check_answer, describe_approval
-    from relaunch.job.drain import describe_next, find_drain
+    from relaunch.job.drain import find_drain
     from relaunch.job.events import (
         Answered,
         CancelRequested,
@@ -28,6 +28,7 @@ with workflow.unsafe.imports_passed_through():
         PolicyChanged,
         RetryRequested,
     )
+    from relaunch.job.next_step import describe_next
     from relaunch.job.state import JobState, Phase
     from relaunch.messages.bounds import MAX_TEXT, bound_message
     from relaunch.messages.jobs import (

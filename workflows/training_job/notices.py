@@ -1,4 +1,5 @@
-"""Notify people that a job waits for a person, that it has failed, or that nodes are slow.
+"""Notify people that a job waits for a person or for nodes, that it cannot stop its ranks, that it
+has failed, or that nodes are slow.
 
 A notice is posted to the fleet's notifier, which sends it: no receiver delays a job.
 """
@@ -12,11 +13,12 @@ from temporalio import workflow
 with workflow.unsafe.imports_passed_through():
     from relaunch.evidence.stragglers import describe_slow_node
     from relaunch.job.failure import describe_failure, find_failure, list_commands
+    from relaunch.job.next_step import NAMED, explain_unstopped
     from relaunch.job.slow_nodes import list_slow
     from relaunch.job.state import JobState, Phase
     from relaunch.messages.notices import Notice
     from relaunch.spec.fleet import NoticeEvent
-    from relaunch.text import count_noun
+    from relaunch.text import count_noun, join_names
     from relaunch.workflows.notifier.tell import tell_people
     from relaunch.workflows.training_job.session import Session
 
@@ -40,14 +42,22 @@ class Notices:
             self.last = ""
             subject = f"job {job.name} waits for no person any more"
             self._send(_resolve(job, "question", job.submission, subject, job.reason))
-        if self.last.startswith(WAITS) and job.phase is not Phase.WAITING_FOR_NODES:
+        is_stuck = _cannot_stop(job)
+        if self.last.startswith(WAITS) and (job.phase is not Phase.WAITING_FOR_NODES or is_stuck):
             self.last = ""
-            subject = f"job {job.name} waits for no nodes any more"
+            what = "not only for nodes" if is_stuck else "for no nodes any more"
+            subject = f"job {job.name} waits {what}"
             self._send(_resolve(job, "waiting", job.submission, subject, job.reason))
+        is_asked = job.phase is Phase.WAITING_FOR_PERSON  # the same matter, in other words
+        if self.last.startswith(UNPROVEN) and not (is_asked or is_stuck):
+            self.last = ""
+            subject = f"job {job.name} waits for no proof any more"
+            reason = "its ranks are proven stopped, or their node was declared dead"
+            self._send(_resolve(job, "question", job.submission, subject, reason))
         if (news := _news_key(job)) is None or news == self.last:
             return
         self.last = news
-        self._send(_describe_news(job))
+        self._send(_describe_news(job, news))
 
     def resolve_failure(self, before: JobState | None) -> None:
         """Send that a job which has failed was submitted again."""
@@ -91,19 +101,25 @@ class Notices:
         await tell_people(self._session.job.spec.fleet, (notice,))
 
 
-ASKED, WAITS = "asked ", "waits for nodes "
-"""What the keys of news begin with that is resolved when the job's phase is another one."""
+ASKED, WAITS, UNPROVEN = "asked ", "waits for nodes ", "stop not proven "
+"""What the keys of news begin with that is resolved when the job is in another state."""
 
 
 def _news_key(job: JobState) -> str | None:
     """Return a key that identifies the current news; None if there is nothing to notify."""
     if job.phase is Phase.FAILED:
         return "failed"
-    if job.phase is Phase.WAITING_FOR_PERSON and not job.snoozed:
-        return f"{ASKED}{job.generation} {job.next.at}"
+    if job.phase is Phase.WAITING_FOR_PERSON:
+        return None if job.snoozed else f"{ASKED}{job.generation} {job.next.at}"
+    if _cannot_stop(job):
+        return f"{UNPROVEN}{job.generation} {job.stop_reminders}"
     if job.phase is Phase.WAITING_FOR_NODES and job.reminders:
         return f"{WAITS}{job.generation} {job.reminders}"
     return None
+
+
+def _cannot_stop(job: JobState) -> bool:
+    return bool(job.unstopped) and not job.phase.is_final
 
 
 def _key(job: JobState, event: NoticeEvent, submission: int) -> str:
@@ -131,7 +147,9 @@ def _resolve(
     )
 
 
-def _describe_news(job: JobState) -> Notice:
+def _describe_news(job: JobState, key: str) -> Notice:
+    if key.startswith(UNPROVEN):
+        return _describe_unproven(job)
     match job.phase:
         case Phase.FAILED:
             return _describe_end(job)
@@ -157,20 +175,45 @@ def _describe_wait(job: JobState) -> Notice:
     )
 
 
+def _describe_unproven(job: JobState) -> Notice:
+    nodes = tuple(one.node for one in job.unstopped)
+    then = "it ends" if job.ending is not None else "it goes on"
+    again = "still cannot" if job.stop_reminders else "cannot"
+    return _describe_job(
+        job,
+        "question",
+        f"job {job.name} {again} prove its ranks stopped",
+        reason=explain_unstopped(job),
+        nodes=nodes,
+        done=f"they are asked again every few seconds; {then} as soon as that is proven",
+        wanted=f"end what hangs on {join_names(nodes, NAMED)}, or reboot it",
+        command=f"relaunch show {job.name}",
+        more=(
+            "if you know that it is off, so that nothing runs there: "
+            f"relaunch nodes declare-dead {nodes[0]} --reason …",
+        ),
+        reminders=job.stop_reminders,
+    )
+
+
 def _describe_question(job: JobState) -> Notice:
     return _describe_job(
         job,
         "question",
         f"job {job.name} {'still waits' if job.reminders else 'waits'} for a person",
-        done=(
-            "nothing was stopped: ranks may still run"
-            if job.lost
-            else "its ranks are stopped, or are being stopped"
-        ),
+        done=_describe_stop(job),
         wanted=f"an answer. Without an answer: {job.next.what}",
         command=f"relaunch answer {job.name} approve|deny|snooze|take-over --reason …",
         reminders=job.reminders,
     )
+
+
+def _describe_stop(job: JobState) -> str:
+    if job.lost:
+        return "nothing was stopped: ranks may still run"
+    if job.unstopped:
+        return explain_unstopped(job)
+    return "its ranks are stopped, or are being stopped"
 
 
 def _describe_end(job: JobState) -> Notice:
@@ -194,16 +237,18 @@ def _describe_job(
     done: str,
     wanted: str,
     command: str,
+    reason: str = "",
+    nodes: tuple[str, ...] = (),
     more: tuple[str, ...] = (),
     reminders: int = 0,
 ) -> Notice:
     failure, info = find_failure(job), workflow.info()
-    nodes = tuple(slot.node for slot in job.slots)
+    nodes = nodes or tuple(slot.node for slot in job.slots)
     return Notice(
         event,
         _key(job, event, job.submission),
         subject,
-        job.reason,
+        reason or job.reason,
         workflow.now(),
         done=done,
         wanted=wanted,

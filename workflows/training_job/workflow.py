@@ -27,6 +27,7 @@ with workflow.unsafe.imports_passed_through():
         NodesGranted,
         NodesOffered,
         NodesSlow,
+        StopUnproven,
         Submitted,
         SubmitterChecked,
         WorkflowReset,
@@ -78,6 +79,7 @@ ASK_PATCH = "ask-instead-of-launching"
 """Marks histories in which a question ends a launch or repair that waits for a lost node."""
 SLOW_PATCH = "forget-slow-nodes"
 """Marks histories of submissions that do not begin with the slow nodes of the one before."""
+NEW_KINDS = (StopUnproven, SubmitterChecked)
 MAX_INCIDENTS = 10
 """Closed incidents kept in the state; beyond that the older half is archived. A state must stay
 below 512 KiB."""
@@ -355,7 +357,7 @@ class TrainingJob(MessageHandlers):
             tasks = [one for one in session.tasks.busy if not session.tasks.can_pause(one)]
             if not tasks:
                 break
-        self._note_submitter()
+        self._take_new_kinds()
         carried = CarriedState(
             tuple(session.inbox),
             self._watches.after_seq,
@@ -379,16 +381,16 @@ class TrainingJob(MessageHandlers):
             memo(job),
         )
 
-    def _note_submitter(self) -> None:
-        """Take out of the inbox who has submitted the job, by what the fleet has found.
+    def _take_new_kinds(self) -> None:
+        """Take the events out of the inbox that 0.1.0 did not have, which change the state only.
 
-        A run of release 0.1.0 may continue this one, and could not read an inbox with that event.
+        A run of release 0.1.0 may continue this one, and could not read an inbox with them.
         """
         session = self._session
         for event in session.inbox:
-            if isinstance(event, SubmitterChecked):
+            if isinstance(event, NEW_KINDS):
                 session.job, _ = step(session.job, event, workflow.now())
-        session.inbox = [one for one in session.inbox if not isinstance(one, SubmitterChecked)]
+        session.inbox = [one for one in session.inbox if not isinstance(one, NEW_KINDS)]
 
 
 def _first_state(start: TrainingJobInput) -> JobState:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
 
 from relaunch.agent import processes, search
+from relaunch.agent.locks import wait_for_lock
 from relaunch.agent.node import reboots
 from relaunch.agent.protocol import Json, Refusal, Token, now, parse_token
 from relaunch.agent.ranks import journal
@@ -22,6 +23,9 @@ from relaunch.agent.state import Generation, JobState, read_json, write_json
 HOLD_TIMEOUT = 2.0
 """Seconds to wait for the hold: longer than a killed holder needs to exit, shorter than any caller
 waits for an answer."""
+FLEET_LOCK_TIMEOUT = 120.0
+"""Seconds to wait for another launch, which holds the lock for a few small reads and writes, the
+look-up of an address, and the handover to a standby."""
 HOLDER_FILE = "held.json"
 LAST_FLEET_FILE = "fleet.json"
 SERVER_DIGITS = 8
@@ -355,10 +359,12 @@ def claim_for_fleet(state: Path, fleet: str, but: Path) -> Iterator[None]:
     """Admit one launch at a time to check for other fleets and record its own.
 
     If two fleets launch at the same time, the second one sees the first.
+
+    Raises:
+        HeldLock: Another launch does not end.
     """
-    handle = os.open(state / "fleet.lock", os.O_RDWR | os.O_CREAT, 0o1600)
+    handle = wait_for_lock(state / "fleet.lock", FLEET_LOCK_TIMEOUT)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)  # held for a few small reads and writes
         refuse_other_fleet(state, fleet, but)
         if fleet and _read_last_fleet(state) != fleet:
             write_json(state / LAST_FLEET_FILE, {"fleet": fleet}, durable=False)

@@ -31,7 +31,7 @@ def find_shims(state: Path, key: str) -> Dict[Tuple[int, int], processes.Process
     jobs = {os.path.join(place, "jobs", key) for place in places}
     shims: Dict[Tuple[int, int], processes.Process] = {}
     for pid in [int(name) for name in os.listdir("/proc") if name.isdigit()]:
-        if pid == os.getpid() or not _is_agent(pid):
+        if pid == os.getpid() or not is_agent(pid):
             continue
         locks = [lock for lock in _list_locks(pid) if os.path.basename(lock[0]) == key]
         # If a folder was moved before it was removed, the kernel reports the path it was moved to.
@@ -51,14 +51,14 @@ def find_shims(state: Path, key: str) -> Dict[Tuple[int, int], processes.Process
 def find_used_place(places: List[str]) -> Optional[str]:
     """Return the first of these state folders that a living shim was started from, or None."""
     for pid in [int(name) for name in os.listdir("/proc") if name.isdigit()]:
-        for folder, _ in _list_locks(pid) if _is_agent(pid) else ():
+        for folder, _ in _list_locks(pid) if is_agent(pid) else ():
             place = os.path.dirname(os.path.dirname(folder))
             if place in places:
                 return place
     return None
 
 
-def _is_agent(pid: int) -> bool:
+def is_agent(pid: int) -> bool:
     """Return whether a process is one of the agent's: of this user, and named so.
 
     Another user can give a process this name, and have a file of any path open in a mount namespace

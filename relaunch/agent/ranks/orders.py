@@ -15,6 +15,7 @@ from typing import Iterator, Optional, Sequence, Union
 
 from relaunch.agent import disk
 from relaunch.agent.failpoints import reach_failpoint
+from relaunch.agent.locks import HeldLock, try_lock
 from relaunch.agent.loop import parse
 from relaunch.agent.node import hold
 from relaunch.agent.protocol import (
@@ -28,6 +29,7 @@ from relaunch.agent.protocol import (
     now,
     parse_environment,
     refuse_field,
+    refuse_if_late,
 )
 from relaunch.agent.ranks import master_port, peers, retention, shim, spawn, standby
 from relaunch.agent.ranks.progress import read_last_step
@@ -37,7 +39,6 @@ from relaunch.agent.state import (
     Generation,
     JobState,
     read_boot_id,
-    try_lock,
     write_json,
 )
 
@@ -109,7 +110,9 @@ def prepare(state: Path, order: Fields) -> Union[Json, ProcessHandover]:
         refuse_field("ranks", fields["ranks"], "global ranks of at least 0, each once")
     job = JobState.from_token(state, token)
     generation = job.generation(token.order)
-    with job.hold_lock(LOCK_TIMEOUT):
+    # What holds the lock may be a stop, for the grace of the policy of then.
+    with job.hold_lock(LOCK_TIMEOUT + older_grace):
+        refuse_if_late("prepare", order.order.get("until"))
         living = find_living(job)
         for each in living:
             await_records(each)
@@ -493,7 +496,8 @@ def stop(state: Path, order: Fields) -> Json:
     job = JobState.from_token(state, token)
 
     def carry_out() -> Json:
-        with job.hold_lock(LOCK_TIMEOUT):
+        # Not longer: its caller does not wait longer, and is to be told who holds the lock.
+        with job.hold_lock(grace + stuck_after):
             covered = _find_covered(job, token)
             job.reserve(stopped=token.order)
             reach_failpoint(state, "stop.reserved")
@@ -510,7 +514,9 @@ def stop(state: Path, order: Fields) -> Json:
 
     try:
         return carry_out()
-    except OSError as error:  # or a TimeoutError of the lock
+    except HeldLock as error:
+        raise Refusal("stuck", str(error), pids=[]) from error
+    except OSError as error:
         if not disk.has_failed(error):
             raise
         failure = error
@@ -543,7 +549,7 @@ def _hold_lock_if_possible(job: JobState) -> Iterator[None]:
     """Hold the job's lock, unless the disk refuses to have one made.
 
     Raises:
-        TimeoutError: Another command holds it.
+        HeldLock: Another command holds it.
     """
     with ExitStack() as held:
         try:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Dict, List, NamedTuple, Optional
 
 from relaunch.agent import disk
-from relaunch.agent.state import Generation, JobState, try_lock
+from relaunch.agent.locks import try_lock
+from relaunch.agent.state import Generation, JobState
 
 MAX_BUDGET_BYTES = 10 * 1024**3
 """Maximum budget in bytes: what eight very verbose ranks write in a few nights of failures."""

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Dict, List, Optional
 
 from relaunch.agent import disk, folders, processes
+from relaunch.agent.locks import try_lock
 from relaunch.agent.protocol import Json, Token, now
-from relaunch.agent.state import Generation, JobState, read_json, try_lock, write_json
+from relaunch.agent.state import Generation, JobState, read_json, write_json
 
 CHECK_INTERVAL = 2.0
 """Seconds between checks that all files exist. A check takes about a dozen system calls."""

@@ -5,6 +5,7 @@ When the supervisor is gone, the command reports the observations in the journal
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -12,7 +13,7 @@ import socket
 import time
 from pathlib import Path
 
-from relaunch.agent import processes
+from relaunch.agent import processes, tools
 from relaunch.agent.loop import parse, take_line
 from relaunch.agent.node import kernel_log, links
 from relaunch.agent.protocol import Fields, Json, Refusal, line, make_sender, now
@@ -27,6 +28,8 @@ HELLO_TIMEOUT = 15.0
 
 Longer than a shim waits before it replaces a supervisor that does not respond.
 """
+PORTS_TIMEOUT = links.READ_TIMEOUT + 2.0
+"""Seconds to read the network ports and to write down how they are."""
 RETRY_INTERVAL = 0.02
 
 
@@ -241,5 +244,7 @@ def watch(state: Path, order: Fields, reading: int, writing: int) -> None:
     watching = Watch(state, order, reading, writing)
     # How the network ports are now: an examination after a fault compares them with it. Not in the
     # shim, whose children are taken for ranks: a reader of a card that hangs cannot be killed.
-    links.read_ports(state)
+    # Without a limit, a disk that hangs would keep the node silent.
+    with contextlib.suppress(OSError):  # no process can be started
+        tools.run_bounded(lambda: links.read_ports(state), PORTS_TIMEOUT)
     watching.run()

@@ -1,0 +1,113 @@
+"""Lock files: flocks, which the kernel releases when the last process that holds one dies."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import time
+from pathlib import Path
+
+from relaunch.agent import processes
+from relaunch.agent.ranks import find_shims
+
+RETRY_INTERVAL = 0.005
+LOOK_INTERVAL = 1.0
+"""Seconds between two looks at who holds a lock that is waited for."""
+
+
+class HeldLock(TimeoutError):
+    """A lock was not free in time. The text names its holder."""
+
+
+def try_lock(path: Path) -> int | None:
+    """Take a lock file without waiting, or return None if it is held.
+
+    The kernel releases it when the last process that holds it dies.
+    """
+    return take(open_lock(path, os.O_RDWR | os.O_CREAT))
+
+
+def open_lock(path: Path, flags: int) -> int:
+    try:
+        return os.open(path, flags, 0o1600)
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+        # Ranks are stopped on a disk that became read-only, too.
+        try:
+            return os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            raise error from None
+
+
+def take(handle: int) -> int | None:
+    """Lock an open file and return it, or close it and return None if it is held."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        return None
+    return handle
+
+
+def wait_for_lock(path: Path, timeout: float) -> int:
+    """Take a lock file.
+
+    Raises:
+        HeldLock: It is not free within `timeout` seconds.
+    """
+    waiting = LockWait(path, timeout)
+    while (lock := try_lock(path)) is None:
+        waiting.pause()
+    return lock
+
+
+class LockWait:
+    """The wait for a lock that another command holds.
+
+    If something has stopped that one (SIGSTOP), it is continued: no other process would, and
+    every order that needs the lock would wait for it.
+    """
+
+    def __init__(self, path: Path, timeout: float) -> None:
+        self._path = path
+        self._deadline = time.monotonic() + timeout
+        self._look_at = time.monotonic() + LOOK_INTERVAL
+
+    def pause(self) -> None:
+        """Wait for a moment.
+
+        Raises:
+                HeldLock: The time is over.
+        """
+        if time.monotonic() > self._look_at:
+            self._look_at += LOOK_INTERVAL
+            holder = find_holder(self._path)
+            if holder is not None and holder.state == "T" and find_shims.is_agent(holder.pid):
+                processes.kill(holder, signal.SIGCONT)
+        if time.monotonic() > self._deadline:
+            holder = find_holder(self._path)
+            who = f"process {holder.pid}, in state {holder.state}" if holder else "another command"
+            raise HeldLock(f"{who}, holds {self._path}")
+        time.sleep(RETRY_INTERVAL)
+
+
+def find_holder(path: Path) -> processes.Process | None:
+    """Return the process that has locked a file, by /proc/locks; None: it is not known.
+
+    It may have ended, and a child of it holds the lock.
+    """
+    try:
+        status = os.stat(path)
+        with open("/proc/locks", "rb") as file:
+            lines = file.read().splitlines()
+    except OSError:
+        return None
+    device = b"%02x:%02x:%d" % (os.major(status.st_dev), os.minor(status.st_dev), status.st_ino)
+    for line in lines:
+        words = line.split()
+        if words[1:2] == [b"FLOCK"] and words[5:6] == [device]:
+            return processes.read_process(int(words[4]))
+    return None
