@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
+from pydantic import AwareDatetime
+
 from relaunch.access.orders import SignedText
 from relaunch.evidence.causes import Cause
 from relaunch.generation import LaunchedGeneration
@@ -227,3 +229,5 @@ class Permit:
     stale: bool = False
     """Refused only because the request was sent before a person ended a pause or closed the
     breaker: the node has to be examined again."""
+    at: AwareDatetime | None = None
+    """When it was sent. None: by a fleet of 0.1.0."""

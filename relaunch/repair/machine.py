@@ -54,6 +54,7 @@ from relaunch.repair.state import (
     NodeProbed,
     Order,
     OrderDone,
+    OrderExpired,
     OrderRefused,
     PermitAnswered,
     PersonAnswered,
@@ -215,6 +216,8 @@ def apply_event(
             return _apply_approval(state, event, now)
         case PermitAnswered() if stage is Stage.ORDERING:
             return _apply_permit(state, event, now)
+        case OrderExpired() if stage is Stage.ORDERING:
+            return _check_again(_log(state, now, event.kind, text(event.reason)))
         case NodeProbed() if stage is Stage.ASKING:
             return _apply_probe_while_asked(state, event, now, catalog)
         case NodeProbed() if stage in (Stage.CHECKING, Stage.PROVING, Stage.EXAMINING):
@@ -243,6 +246,7 @@ def apply_event(
             | NoAnswer()
             | OrderDone()
             | OrderRefused()
+            | OrderExpired()
         ):
             return state
         case _:
@@ -443,10 +447,13 @@ def _apply_permit(state: RepairState, event: PermitAnswered, now: datetime) -> R
     reason = f"the order to {describe_order(state)}: {text(event.reason) or 'no reason given'}"
     if not event.allowed:
         return _end(state, now, "refused", f"fleet {state.fleet} did not permit {reason}")
-    # The answer took time, and a job may have begun to use the node.
-    stage = Stage.PROVING if state.attempts else Stage.CHECKING
-    state = replace(state, stage=stage)
+    state = _check_again(state)
     return _log(state, now, event.kind, f"fleet {state.fleet} permitted {reason}")
+
+
+def _check_again(state: RepairState) -> RepairState:
+    """Probe the node before the order: time has passed, and a job may have begun to use it."""
+    return replace(state, stage=Stage.PROVING if state.attempts else Stage.CHECKING)
 
 
 def _count_order(state: RepairState, now: datetime) -> RepairState:
@@ -498,7 +505,8 @@ def _apply_reset_done(state: RepairState, event: OrderDone, now: datetime) -> Re
 
 
 def _apply_refusal(state: RepairState, event: OrderRefused, now: datetime) -> RepairState:
-    state = _count_order(state, now)
+    if event.is_attempt or state.stage is not Stage.ORDERING:
+        state = _count_order(state, now)
     if event.why == "boot_changed":
         # The next probe shows which boot it is: the claim of a refusal does not count.
         claim = f"{state.node} refused: it has rebooted since the order was decided"

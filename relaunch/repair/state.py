@@ -163,6 +163,16 @@ class OrderRefused:
     reason: str
     boot_id: str | None = None
     kind: Literal["OrderRefused"] = "OrderRefused"
+    is_attempt: bool = True
+    """Whether it counts as an order that was given, as it does in histories of 0.1.0."""
+
+
+@dataclass(frozen=True, slots=True)
+class OrderExpired:
+    """No worker took the order in time, so it was not given."""
+
+    reason: str
+    kind: Literal["OrderExpired"] = "OrderExpired"
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +223,7 @@ RepairEvent = Annotated[
     | NoAnswer
     | OrderDone
     | OrderRefused
+    | OrderExpired
     | WaitEnded
     | PersonAnswered
     | PermitAnswered

@@ -14,9 +14,7 @@ from syrupy.assertion import SnapshotAssertion
 from relaunch.job.claim import build_claim, build_current_claim
 from relaunch.job.decide import check_answer
 from relaunch.job.drain import (
-    NAMED,
     describe_drains,
-    describe_next,
     drains_at_checkpoint,
     nodes_to_drain,
 )
@@ -30,6 +28,7 @@ from relaunch.job.events import (
     NodesAcquired,
 )
 from relaunch.job.ladder import remaining_slots
+from relaunch.job.next_step import NAMED, describe_next
 from relaunch.job.state import Ignore, JobState, NodeDrain, Phase, Relaunch, Slot
 from relaunch.spec.policy import preset
 from tests.recovery.builders import (

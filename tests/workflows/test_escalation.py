@@ -55,6 +55,8 @@ class Told:
     answers: Callable[[dict[str, Any]], Awaitable[bool | None]]
     """To a request: whether it is allowed; None: no answer."""
     deaf: bool = False
+    permit_at: datetime | None = None
+    """When its permits say that they were given."""
     messages: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
     """What people would get."""
@@ -86,6 +88,7 @@ class Told:
             request["seq"],
             allowed,
             "1 of 2 repairs" if allowed else "its breaker is open",
+            at=self.permit_at,
         )
         await self.client.get_workflow_handle(request["workflow"]).signal("permitted", permit)
 
@@ -125,6 +128,9 @@ class World:
     backend: SimulatedBackend
     told: Told
     repairs: list[Repair] = field(default_factory=list)
+    worker: Worker | None = None
+    make_worker: Callable[..., Worker] | None = None
+    """Returns another worker; without `activities`, one that decides only."""
 
     async def order(self, strategy: Strategy | None = None, **changes: Any) -> Repair:
         values = {
@@ -227,27 +233,31 @@ async def world(
         nodes=(FleetNode(name="n1", address="10.0.0.1", gpus=1),),
     )
     backend = kind(spec, Script(happenings, faults))
-    made = World(
-        client, f"q-{uuid.uuid4().hex[:8]}", name, backend, Told(client, name, answers, deaf)
-    )
+    queue, told = f"q-{uuid.uuid4().hex[:8]}", Told(client, name, answers, deaf)
     nodes = NodeActivities(OneNode(spec, backend))
-    async with Worker(
-        client,
-        task_queue=made.queue,
-        workflows=[NodeRepair],
-        activities=[
+
+    def make_worker(*, activities: bool = True) -> Worker:
+        all_activities = [
             nodes.read_terms,
             nodes.check_nodes,
             order_repair or nodes.order_repair,
-            made.told.tell_fleet,
-            made.told.tell_people,
-        ],
-        workflow_runner=UnsandboxedWorkflowRunner(),  # as the real worker does
-        debug_mode=True,  # without a limit of 2 s for a task
-        max_cached_workflows=0,  # each task replays the repair from its beginning
-        max_heartbeat_throttle_interval=timedelta(milliseconds=100),
-        graceful_shutdown_timeout=timedelta(seconds=5),
-    ):
+            told.tell_fleet,
+            told.tell_people,
+        ]
+        return Worker(
+            client,
+            task_queue=queue,
+            workflows=[NodeRepair],
+            activities=all_activities if activities else [],
+            workflow_runner=UnsandboxedWorkflowRunner(),  # as the real worker does
+            debug_mode=True,  # without a limit of 2 s for a task
+            max_cached_workflows=0,  # each task replays the repair from its beginning
+            max_heartbeat_throttle_interval=timedelta(milliseconds=100),
+            graceful_shutdown_timeout=timedelta(seconds=5),
+        )
+
+    made = World(client, queue, name, backend, told, make_worker=make_worker)
+    async with make_worker() as made.worker:
         yield made
         for repair in made.repairs:
             await replay(await repair.fetch_history())

@@ -255,7 +255,8 @@ class Fleet:
             case ClaimReminder():
                 self._tell(f"{WORKFLOW_ID_PREFIX}{order.job}", "claim_again", {})
             case PermitMessage():
-                self._tell(order.workflow, "permitted", order.permit)
+                permit = replace(order.permit, at=workflow.now())
+                self._tell(order.workflow, "permitted", permit)
             case RepairRequest():
                 self._telling[f"repair of {order.node}"] = asyncio.create_task(self._repair(order))
 

@@ -8,7 +8,12 @@ from datetime import datetime, timedelta
 
 from temporalio import workflow
 from temporalio.common import RetryPolicy
-from temporalio.exceptions import ActivityError, is_cancelled_exception
+from temporalio.exceptions import (
+    ActivityError,
+    TimeoutError,
+    TimeoutType,
+    is_cancelled_exception,
+)
 
 with workflow.unsafe.imports_passed_through():
     from relaunch.access.orders import SignedText
@@ -21,11 +26,13 @@ with workflow.unsafe.imports_passed_through():
     )
     from relaunch.evidence.findings import Verdict
     from relaunch.evidence.health import Health
+    from relaunch.fields import duration
     from relaunch.messages.jobs import NodeRepairInput
     from relaunch.messages.nodes import ExamineNodesInput
     from relaunch.repair.state import (
         NoAnswer,
         Order,
+        OrderExpired,
         PowerCycleNode,
         ProbeNode,
         RebootNode,
@@ -43,6 +50,9 @@ them."""
 ONCE = RetryPolicy(maximum_attempts=1)
 """For orders that act on the node: if the answer is lost, the node is probed before anything is
 ordered again."""
+PICKUP_TIMEOUT = timedelta(seconds=15)
+"""For a worker to take such an order. One that waits longer, because no worker runs, is not given:
+the node may be in use by then, repairs paused, or the deadline over."""
 ORDERS = ResetGpus | RebootNode | PowerCycleNode
 MAX_NAMED_GPUS = 4
 
@@ -69,7 +79,7 @@ async def send_order(
 
     Raises:
         ActivityError: A probe or diagnosis failed for good. An order that acts on the node returns
-            NoAnswer instead: it may have been carried out.
+            NoAnswer instead: it may have been carried out; or OrderExpired: it was not.
     """
     order, summary = _write_order(repair, id, decision)
     acts = isinstance(decision, ORDERS)
@@ -82,6 +92,7 @@ async def send_order(
             NodeActivities.order_repair,
             order,
             start_to_close_timeout=order.within + timedelta(minutes=1),
+            schedule_to_start_timeout=PICKUP_TIMEOUT if acts else None,
             heartbeat_timeout=BEAT,
             retry_policy=ONCE if acts else KEEP_TRYING,
             summary=summary,
@@ -89,7 +100,15 @@ async def send_order(
     except ActivityError as error:
         if not acts:
             raise
+        if _was_not_taken(error):
+            late = f"no worker took the order within {duration(PICKUP_TIMEOUT)}"
+            return OrderExpired(f"{late}, so it was not given")
         return NoAnswer(f"the worker was lost while it sent the order: {error.cause or error}")
+
+
+def _was_not_taken(error: ActivityError) -> bool:
+    cause = error.cause
+    return isinstance(cause, TimeoutError) and cause.type is TimeoutType.SCHEDULE_TO_START
 
 
 def _write_order(

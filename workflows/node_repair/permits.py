@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Literal
 
@@ -44,6 +45,27 @@ LATE_PERMIT_TTL = timedelta(minutes=1)
 date because the fleet's breaker has opened."""
 
 
+PERMIT_TIME_PATCH = "a-permit-ages-on-its-way"
+"""Marks histories in which a permit is valid from when it was given, not from when it was read."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatePermit:
+    order: str
+    """What it permits."""
+    until: datetime
+    """Until when it is valid, counted from when it was read."""
+    until_given: datetime
+    """The same, counted from when the fleet gave it."""
+
+    def is_valid(self, order: str) -> bool:
+        now = workflow.now()
+        if self.order != order or now >= self.until:
+            return False
+        # Where no worker has run meanwhile, the fleet's breaker may have opened long ago.
+        return now < self.until_given or not workflow.patched(PERMIT_TIME_PATCH)
+
+
 class Permits:
     """Sends the messages of one repair to its fleet, and receives the permits.
 
@@ -55,8 +77,7 @@ class Permits:
         self._is_interrupted = is_interrupted
         self._seq = 0
         self._answer: Permit | None = None
-        self._late_permit: tuple[str, datetime] | None = None
-        """The order that a late permit is for, and until when it is valid."""
+        self._late_permit: LatePermit | None = None
         self.waiting_for = ""
         """What the repair waits for, as a clause; empty if for nothing."""
 
@@ -124,7 +145,9 @@ class Permits:
             return PermitAnswered(False, permit.reason)
         if workflow.now() - asked_at <= MAX_PERMIT_DELAY:
             return None
-        self._late_permit = order, workflow.now() + LATE_PERMIT_TTL
+        now = workflow.now()
+        given = now if permit.at is None else permit.at
+        self._late_permit = LatePermit(order, now + LATE_PERMIT_TTL, given + LATE_PERMIT_TTL)
         return PermitAnswered(True, permit.reason)
 
     async def find_refusal(self, reason: str, on_wait: Callable[[], None]) -> str:
@@ -154,7 +177,7 @@ class Permits:
     def _take_late_permit(self, order: str) -> bool:
         """Return whether a permit for this order came late and is still valid; use it up."""
         late, self._late_permit = self._late_permit, None
-        return late is not None and late[0] == order and workflow.now() < late[1]
+        return late is not None and late.is_valid(order)
 
     async def _request(
         self,

@@ -66,6 +66,7 @@ with workflow.unsafe.imports_passed_through():
         AskPerson,
         FinishRepair,
         Order,
+        OrderRefused,
         PersonAnswered,
         PowerCycleNode,
         ProbeNode,
@@ -104,6 +105,16 @@ TELL_TIMEOUT = timedelta(seconds=10)
 ASKING_PROBES_PATCH = "probe-while-asked"
 """Repairs that began before it wait for the answer only."""
 
+DENY_PATCH = "a-queued-deny-wins"
+"""Marks histories in which an answer that is not applied yet counts against the next one."""
+REFUSAL_PATCH = "a-refusal-is-no-attempt"
+"""Marks histories in which an order that the node would not carry out was not given."""
+FIRST_RUN_PATCH = "ids-of-the-first-run"
+"""Marks histories in which orders keep their ids when the workflow is reset."""
+WITHOUT_EFFECT = ("busy", "held", "other_fleet", "rebooting", "not_proven", "late")
+"""Refusals of nodes to which nothing was done, because they are in use or the order does not
+count."""
+
 MAX_ORDERED_REPAIR = REPAIR_PROOF_LIFETIME / 2
 """How long a repair may take that a person orders where `access` is set; the command line gives it
 40 minutes."""
@@ -116,7 +127,7 @@ class NodeRepair:
     @workflow.init
     def __init__(self, start: NodeRepairInput) -> None:
         self._input = start
-        self._id = f"{workflow.info().workflow_id}/{workflow.info().run_id}"
+        self._id = f"{workflow.info().workflow_id}/{_find_run_id()}"
         self._catalog = catalog(start.catalog)
         self._inbox: list[RepairEvent] = []
         """Events that were not applied yet."""
@@ -260,7 +271,10 @@ class NodeRepair:
             self._show_strategy(state, decision)
             if isinstance(decision, FinishRepair):
                 return state, await self._add_refusal_of_fleet(state, decision)
-            self._inbox.append(await self._run_to_end(self._carry_out(state, decision)))
+            event = await self._run_to_end(self._carry_out(state, decision))
+            if isinstance(event, OrderRefused) and event.why in WITHOUT_EFFECT:
+                event = replace(event, is_attempt=not workflow.patched(REFUSAL_PATCH))
+            self._inbox.append(event)
 
     def _begin_strategy(self, ordered: StartStrategy, deadline: datetime) -> RepairState:
         start, terms = self._input, self._terms
@@ -306,6 +320,11 @@ class NodeRepair:
 
     def _take_events(self) -> list[RepairEvent]:
         events, self._inbox[:] = list(self._inbox), []
+        answers = [one for one in events if isinstance(one, PersonAnswered)]
+        is_disputed = len({one.approve for one in answers}) > 1
+        if is_disputed and workflow.patched(DENY_PATCH):
+            # Nothing was done yet. What a person has denied is not done.
+            return [one for one in events if one not in answers or not one.approve]
         return events
 
     async def _run_to_end(
@@ -533,6 +552,8 @@ class NodeRepair:
         )
         if verdict.refusal:
             raise reject(verdict.refusal)
+        if (late := self._explain_late(approved)) and workflow.patched(DENY_PATCH):
+            raise reject(late)
         self._signed = signed
         self._inbox.append(PersonAnswered(approved, verdict.by, answer.reason, answer.repair))
         return "approved" if approved else "denied"
@@ -553,6 +574,16 @@ class NodeRepair:
             raise reject(other)
         if answer.decision == "approve" and answer.proof is not None and not answer.repair:
             raise reject("repair: missing; a signed approval names what it approves")
+
+    def _explain_late(self, approved: bool) -> str:
+        """Return why an answer comes too late, although it was asked for when it arrived."""
+        if not isinstance(self._decision, AskPerson):
+            return f"this repair asks nothing now: {self._describe_next()}"
+        denials = [one for one in self._inbox if isinstance(one, PersonAnswered)]
+        denied = next((one for one in denials if not one.approve), None)
+        if approved and denied is not None:
+            return f"{denied.by or 'a person'} has denied it already"
+        return ""
 
     def _explain_other(self, answer: AnswerMessage) -> str:
         if answer.decision != "approve" or self._state is None:
@@ -594,6 +625,15 @@ class NodeRepair:
         if self._decision is None:
             return "the repair begins"
         return f"{self._decision.kind}: {self._permits.waiting_for or self._decision.reason}"
+
+
+def _find_run_id() -> str:
+    """Return the run id for the ids of orders: by them, the node's journal says whether an order
+    was carried out that the workflow has forgotten because it was reset."""
+    info = workflow.info()
+    # Asked for always: a replayer knows only the first run's id.
+    is_first = workflow.patched(FIRST_RUN_PATCH)
+    return info.original_execution_run_id if is_first else info.run_id
 
 
 def join_question(question: str, answers: str) -> str:
