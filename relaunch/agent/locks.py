@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -97,17 +98,32 @@ class LockWait:
 def find_holder(path: Path) -> processes.Process | None:
     """Return the process that has locked a file, by /proc/locks; None: it is not known.
 
-    It may have ended, and a child of it holds the lock.
+    The lock may be held by a child of the one that took it, which has ended. Its number there may
+    be another process's by now, and some file systems (btrfs) have another device there than stat
+    says: so the file has to be open in that process.
     """
     try:
         status = os.stat(path)
         with open("/proc/locks", "rb") as file:
-            lines = file.read().splitlines()
+            rows = [line.split() for line in file.read().splitlines()]
     except OSError:
         return None
-    device = b"%02x:%02x:%d" % (os.major(status.st_dev), os.minor(status.st_dev), status.st_ino)
-    for line in lines:
-        words = line.split()
-        if words[1:2] == [b"FLOCK"] and words[5:6] == [device]:
-            return processes.read_process(int(words[4]))
+    inode = b"%d" % status.st_ino
+    for words in rows:
+        if words[1:2] == [b"FLOCK"] and words[5].rpartition(b":")[2] == inode:
+            pid = int(words[4])
+            if _has_open(pid, status):
+                return processes.read_process(pid)
     return None
+
+
+def _has_open(pid: int, status: os.stat_result) -> bool:
+    folder = f"/proc/{pid}/fd"
+    try:
+        for name in os.listdir(folder):
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                if os.path.samestat(os.stat(f"{folder}/{name}"), status):
+                    return True
+    except OSError:  # it has ended, or is another user's
+        pass
+    return False

@@ -106,18 +106,20 @@ def answer_permit_requests(
 def _answer(state: FleetState, request: PermitRequest, now: datetime) -> FleetState:
     record = find_node(state, request.node)
     if record is None:
-        return _give_answer(state, request, False, f"{request.node} is not in fleet {state.name}")
+        return _give_answer(
+            state, request, False, f"{request.node} is not in fleet {state.name}", now
+        )
     if request.nonce and state.access is not None:
         used = tuple(one for one in state.used_proofs if one.until > now)
         if any(one.nonce == request.nonce and one.run != request.run for one in used):
             said = "the signature of this order was used for another repair; order it again"
-            return _give_answer(state, request, False, said)
+            return _give_answer(state, request, False, said, now)
         if not any(one.nonce == request.nonce for one in used):
             new = UsedProof(request.nonce, now + REPAIR_PROOF_LIFETIME, request.run)
             state = replace(state, used_proofs=(*used, new))
     if is_released_since(record) and not request.job:
         said = f"{record.name} was released meanwhile; order it again"
-        return _give_answer(state, request, False, said)
+        return _give_answer(state, request, False, said, now)
     if not may_repair(state):
         return state
     if (request.power or request.job) and is_awaiting(state, now):
@@ -128,15 +130,19 @@ def _answer(state: FleetState, request: PermitRequest, now: datetime) -> FleetSt
         state, refused = drain_shared_node(
             state, record, request, [one for one in others if not one.is_closed], now
         )
-        return _give_answer(state, request, False, refused)
+        return _give_answer(state, request, False, refused, now)
     # Repairs that only examine do not count here: each of them may be waiting for the same permit.
     acting = sum(node.repair_acts and node.name != request.node for node in state.nodes)
     most = max_repairs(state)
     if acting >= most:
         return state
+    if request.renews is not None:
+        unused = request.renews
+        state = replace(state, reboots=_remove(state.reboots, unused))
+        record = replace(record, power_cycles=_remove(record.power_cycles, unused))
     record, refused = count_reboot(state, record, request, now)
     if refused:
-        return _give_answer(state, request, False, refused)
+        return _give_answer(state, request, False, refused, now)
     if request.step == "reboot":
         hourly = state.limits.reboots_per_hour
         if len(state.reboots) >= hourly:
@@ -149,9 +155,14 @@ def _answer(state: FleetState, request: PermitRequest, now: datetime) -> FleetSt
             )
         state = replace(state, reboots=(*state.reboots, now))
     state = put_node(state, replace(record, repair_acts=True))
-    return _give_answer(
-        state, request, True, f"repair {acting + 1} of {most} that may act at a time"
-    )
+    said = f"repair {acting + 1} of {most} that may act at a time"
+    return _give_answer(state, request, True, said, now)
+
+
+def _remove(times: tuple[datetime, ...], one: datetime) -> tuple[datetime, ...]:
+    """Return the times without one of those that are equal to `one`."""
+    at = times.index(one) if one in times else len(times)
+    return (*times[:at], *times[at + 1 :])
 
 
 def record_permit_request(state: FleetState, fact: PermitRequestEvent, now: datetime) -> FleetState:
@@ -193,7 +204,7 @@ def resume_repairs(state: FleetState, fact: ResumeCommand, now: datetime) -> Fle
     for request in state.requests:
         at = format_time(request.asked_at)
         said = f"it was asked at {at}, before {by} {done} at {format_time(now)}; ask again"
-        state = _give_answer(state, request, False, said, stale=True)
+        state = _give_answer(state, request, False, said, now, stale=True)
     out = sum(is_out(node) and not node.is_removed for node in state.nodes)
     after = Breaker(resumed_at=now)
     pause = ""
@@ -215,10 +226,16 @@ def is_doubly_stopped(state: FleetState) -> bool:
 
 
 def _give_answer(
-    state: FleetState, request: PermitRequest, allowed: bool, reason: str, *, stale: bool = False
+    state: FleetState,
+    request: PermitRequest,
+    allowed: bool,
+    reason: str,
+    now: datetime,
+    *,
+    stale: bool = False,
 ) -> FleetState:
     answer = PermitRecord(
-        request.workflow, Permit(request.run, request.seq, allowed, reason, stale)
+        request.workflow, Permit(request.run, request.seq, allowed, reason, stale, now)
     )
     return replace(
         state,

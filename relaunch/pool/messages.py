@@ -205,6 +205,9 @@ class PermitRequest:
     none."""
     nonce: str = ""
     """Of the signature with which a person has ordered the repair; empty if there was none."""
+    renews: AwareDatetime | None = None
+    """`Permit.at` of the permit before this request, for an order that was not given: it no longer
+    counts against the limits of the fleet. None: there was none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,4 +233,4 @@ class Permit:
     """Refused only because the request was sent before a person ended a pause or closed the
     breaker: the node has to be examined again."""
     at: AwareDatetime | None = None
-    """When it was sent. None: by a fleet of 0.1.0."""
+    """When it was given. None: by a fleet of 0.1.0."""

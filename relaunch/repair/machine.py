@@ -217,7 +217,9 @@ def apply_event(
         case PermitAnswered() if stage is Stage.ORDERING:
             return _apply_permit(state, event, now)
         case OrderExpired() if stage is Stage.ORDERING:
-            return _check_again(_log(state, now, event.kind, text(event.reason)))
+            # A power cycle is given once. One that waits for its order was not given yet.
+            state = _check_again(state, is_unused=state.power)
+            return _wait(state, PROBE_INTERVAL, now, text(event.reason))
         case NodeProbed() if stage is Stage.ASKING:
             return _apply_probe_while_asked(state, event, now, catalog)
         case NodeProbed() if stage in (Stage.CHECKING, Stage.PROVING, Stage.EXAMINING):
@@ -447,13 +449,17 @@ def _apply_permit(state: RepairState, event: PermitAnswered, now: datetime) -> R
     reason = f"the order to {describe_order(state)}: {text(event.reason) or 'no reason given'}"
     if not event.allowed:
         return _end(state, now, "refused", f"fleet {state.fleet} did not permit {reason}")
-    state = _check_again(state)
+    state = _check_again(state, is_unused=event.is_unused)
     return _log(state, now, event.kind, f"fleet {state.fleet} permitted {reason}")
 
 
-def _check_again(state: RepairState) -> RepairState:
-    """Probe the node before the order: time has passed, and a job may have begun to use it."""
-    return replace(state, stage=Stage.PROVING if state.attempts else Stage.CHECKING)
+def _check_again(state: RepairState, *, is_unused: bool) -> RepairState:
+    """Probe the node before the order: time has passed, and a job may have begun to use it.
+
+    Where the same order was given before (`is_unused` is False), that may prove it.
+    """
+    is_proof = state.attempts > 0 and not is_unused
+    return replace(state, stage=Stage.PROVING if is_proof else Stage.CHECKING)
 
 
 def _count_order(state: RepairState, now: datetime) -> RepairState:

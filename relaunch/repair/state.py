@@ -202,6 +202,8 @@ class PermitAnswered:
     allowed: bool
     reason: str
     kind: Literal["PermitAnswered"] = "PermitAnswered"
+    is_unused: bool = False
+    """Whether it is certain that no order was given as it permits; False in histories of 0.1.0."""
 
 
 @dataclass(frozen=True, slots=True)

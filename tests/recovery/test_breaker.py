@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 import pytest
 from syrupy.assertion import SnapshotAssertion
@@ -162,7 +162,7 @@ def test_requests_from_before_a_resume_have_to_ask_again(
     desk.go(RESUME)
     (told,) = desk.of(PermitMessage)
     assert told == PermitMessage(
-        "repair/gpus/n2", Permit("r1", 1, False, told.permit.reason, stale=True)
+        "repair/gpus/n2", Permit("r1", 1, False, told.permit.reason, stale=True, at=desk.now)
     )
     assert told.permit.reason == snapshot
     assert allowed(desk) == {"n2": False}
@@ -219,7 +219,8 @@ def test_a_permitted_repair_that_asks_again_is_permitted_again(snapshot: Snapsho
     told = desk.go(permit("n2"))
     (message,) = desk.of(PermitMessage)
     assert told == [message]
-    assert message == PermitMessage("repair/gpus/n2", Permit("r1", 1, True, message.permit.reason))
+    given = Permit("r1", 1, True, message.permit.reason, at=desk.now)
+    assert message == PermitMessage("repair/gpus/n2", given)
     assert message.permit.reason == snapshot
     assert desk.node("n2").repair_acts
     assert desk.go() == []
@@ -260,13 +261,29 @@ def test_a_request_replaces_older_ones_of_its_repair_not_newer() -> None:
     assert [(one.node, one.seq) for one in desk.state.requests] == [("n2", 2), ("n3", 1)]
 
 
+@pytest.mark.parametrize("renews", [True, False])
+def test_a_reboot_that_was_not_ordered_does_not_count(renews: bool) -> None:
+    """Each request after the first is for an order that no worker took."""
+    desk = Desk(*EIGHT, reboots_per_hour=2)
+    desk.go(began("n2"))
+    given: datetime | None = None
+    for seq in range(1, 5):
+        desk.now += timedelta(minutes=1)
+        asked = permit("n2", "reboot", seq).request
+        desk.go(PermitRequestEvent(replace(asked, renews=given if renews else None)))
+        given = next((told.permit.at for told in desk.of(PermitMessage)), None)
+    assert desk.state.breaker.is_open is not renews
+    assert len(desk.state.reboots) == (1 if renews else 2)
+
+
 def test_a_repair_of_a_node_that_is_not_in_the_fleet_may_not_act(
     snapshot: SnapshotAssertion,
 ) -> None:
     desk = Desk()
     desk.go(permit("n9"))
     (told,) = desk.of(PermitMessage)
-    assert told == PermitMessage("repair/gpus/n9", Permit("r1", 1, False, told.permit.reason))
+    refused = Permit("r1", 1, False, told.permit.reason, at=desk.now)
+    assert told == PermitMessage("repair/gpus/n9", refused)
     assert told.permit.reason == snapshot
 
 

@@ -18,6 +18,7 @@ from relaunch.repair.state import (
     NoAnswer,
     NodeProbed,
     OrderDone,
+    OrderExpired,
     OrderRefused,
     PermitAnswered,
     PersonAnswered,
@@ -176,6 +177,21 @@ def test_a_node_that_ignores_a_reboot_has_its_power_cycled(snapshot: SnapshotAss
     ) == snapshot(name="in-use")
     # it came back after all
     assert isinstance(then(state, BOOTED, seconds=1501), RunDiag)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [OrderExpired("no worker took it"), PermitAnswered(True, "1 of 2 repairs", is_unused=True)],
+    ids=["expired", "permitted late"],
+)
+def test_a_power_cycle_that_was_not_given_is_given_later(event: RepairEvent) -> None:
+    """The reboot before it was given, and is no proof of it."""
+    state = after(repair(), SAME, REBOOT_OK)
+    state = after(after(state, SAME, seconds=1500), SAME, seconds=1501)
+    assert decide(state, at(1501)) == ORDER
+    state = after(after(state, event, seconds=1510), WaitEnded(), seconds=1515)
+    assert isinstance(decide(state, at(1515)), ProbeNode)
+    assert then(state, SAME, seconds=1516) == ORDER
 
 
 def test_a_look_comes_between_a_reboot_and_what_follows_it() -> None:

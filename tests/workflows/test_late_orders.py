@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -94,6 +94,7 @@ async def test_an_order_that_no_worker_took_is_not_given_later(
         assert one.worker is not None and one.make_worker is not None
         await one.worker.shutdown()
         async with one.make_worker(activities=False):
+            one.told.permit_at = given = datetime.now(UTC)
             await one.told.answer(request, True)
 
             async def has_expired() -> bool:
@@ -108,6 +109,8 @@ async def test_an_order_that_no_worker_took_is_not_given_later(
             ended = await one.end_of(repair)
         assert ended.outcome == "done"
         assert one.told.requests == [(1, "reset"), (2, "reset")]
+        asked = [message for signal, message in one.told.messages if signal == "repair_wanted"]
+        assert datetime.fromisoformat(asked[1]["renews"]) == given
         assert one.did == ["reset-gpus", "diagnose"]
 
 

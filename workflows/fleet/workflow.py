@@ -51,6 +51,7 @@ with workflow.unsafe.imports_passed_through():
         OfferMessage,
         Order,
         PermitMessage,
+        PermitRequestEvent,
         PersonCommand,
         ProbeOrder,
         ProbeResults,
@@ -112,6 +113,7 @@ class Fleet:
         self._state = start.resume or FleetState(name=start.name)
         self._scheduler = Scheduler()
         self._clearings = RepeatedPatch("cleared-nodes")
+        self._renewals = RepeatedPatch("renewed-permits")
         self._inbox: list[FleetEvent] = list(start.inbox)
         self._early: list[FleetEvent] = []
         """Facts that arrived before the fleet file was read: they may be about nodes that are not
@@ -194,6 +196,12 @@ class Fleet:
                 and not workflow.patched("keep-pause")
             ):
                 fact = replace(fact, ends_both=True)
+            if (
+                isinstance(fact, PermitRequestEvent)
+                and fact.request.renews is not None
+                and not self._renewals.is_reached()
+            ):
+                fact = replace(fact, request=replace(fact.request, renews=None))
             before, self._state = self._state, apply_event(self._state, fact, workflow.now())
             if isinstance(fact, ReleaseCommand | RepairResult):
                 self._keep_clearing(before, fact.node)
@@ -255,8 +263,7 @@ class Fleet:
             case ClaimReminder():
                 self._tell(f"{WORKFLOW_ID_PREFIX}{order.job}", "claim_again", {})
             case PermitMessage():
-                permit = replace(order.permit, at=workflow.now())
-                self._tell(order.workflow, "permitted", permit)
+                self._tell(order.workflow, "permitted", order.permit)
             case RepairRequest():
                 self._telling[f"repair of {order.node}"] = asyncio.create_task(self._repair(order))
 

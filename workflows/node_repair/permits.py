@@ -78,6 +78,8 @@ class Permits:
         self._seq = 0
         self._answer: Permit | None = None
         self._late_permit: LatePermit | None = None
+        self._unused: datetime | None = None
+        """When the last permit was given, if no order was given since."""
         self.waiting_for = ""
         """What the repair waits for, as a clause; empty if for nothing."""
 
@@ -137,6 +139,8 @@ class Permits:
         permit = await self._request(
             kind, reason, until, waiting_for, on_wait, power=power, reboots=reboots
         )
+        if permit is not None and permit.allowed:
+            self._unused = permit.at
         if self._is_interrupted():
             return WaitEnded()
         if permit is None:
@@ -149,6 +153,10 @@ class Permits:
         given = now if permit.at is None else permit.at
         self._late_permit = LatePermit(order, now + LATE_PERMIT_TTL, given + LATE_PERMIT_TTL)
         return PermitAnswered(True, permit.reason)
+
+    def note_order(self) -> None:
+        """The order that was permitted last was given."""
+        self._unused = None
 
     async def find_refusal(self, reason: str, on_wait: Callable[[], None]) -> str:
         """Ask the fleet why it would not permit a repair that the node has already refused.
@@ -206,6 +214,7 @@ class Permits:
             restarts=reboots,
             job=repair.job,
             nonce=repair.proof.nonce[:64] if repair.proof is not None else "",
+            renews=self._unused,
         )
         self.waiting_for = f"{waiting_for}, until {until:%Y-%m-%d %H:%M:%S} UTC"
         on_wait()

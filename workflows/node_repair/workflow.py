@@ -66,7 +66,9 @@ with workflow.unsafe.imports_passed_through():
         AskPerson,
         FinishRepair,
         Order,
+        OrderExpired,
         OrderRefused,
+        PermitAnswered,
         PersonAnswered,
         PowerCycleNode,
         ProbeNode,
@@ -109,8 +111,9 @@ DENY_PATCH = "a-queued-deny-wins"
 """Marks histories in which an answer that is not applied yet counts against the next one."""
 REFUSAL_PATCH = "a-refusal-is-no-attempt"
 """Marks histories in which an order that the node would not carry out was not given."""
-FIRST_RUN_PATCH = "ids-of-the-first-run"
-"""Marks histories in which orders keep their ids when the workflow is reset."""
+POWER_PATCH = "a-power-cycle-not-given"
+"""Marks histories in which a power cycle that follows a reboot is given although its permit came
+late."""
 WITHOUT_EFFECT = ("busy", "held", "other_fleet", "rebooting", "not_proven", "late")
 """Refusals of nodes to which nothing was done, because they are in use or the order does not
 count."""
@@ -127,7 +130,10 @@ class NodeRepair:
     @workflow.init
     def __init__(self, start: NodeRepairInput) -> None:
         self._input = start
-        self._id = f"{workflow.info().workflow_id}/{_find_run_id()}"
+        info = workflow.info()
+        # After a reset of the workflow as before it: by the id, the node's journal tells an order
+        # of this repair that its workflow has forgotten.
+        self._id = f"{info.workflow_id}/{info.original_execution_run_id}"
         self._catalog = catalog(start.catalog)
         self._inbox: list[RepairEvent] = []
         """Events that were not applied yet."""
@@ -274,6 +280,8 @@ class NodeRepair:
             event = await self._run_to_end(self._carry_out(state, decision))
             if isinstance(event, OrderRefused) and event.why in WITHOUT_EFFECT:
                 event = replace(event, is_attempt=not workflow.patched(REFUSAL_PATCH))
+            elif isinstance(event, PermitAnswered) and state.power and state.attempts:
+                event = replace(event, is_unused=workflow.patched(POWER_PATCH))
             self._inbox.append(event)
 
     def _begin_strategy(self, ordered: StartStrategy, deadline: datetime) -> RepairState:
@@ -359,10 +367,14 @@ class NodeRepair:
             case ProbeNode() | RunDiag():
                 return await send_order(self._input, self._id, decision)
             case ResetGpus() | RebootNode() | PowerCycleNode():
-                obstacle = await self._ask_permit(state, decision)
-                return obstacle or await send_order(
+                if obstacle := await self._ask_permit(state, decision):
+                    return obstacle
+                event = await send_order(
                     self._input, self._id, decision, state.approved_by, self._signed
                 )
+                if not isinstance(event, OrderExpired):
+                    self._permits.note_order()
+                return event
             case FinishRepair():
                 raise ValueError(f"{decision} is the end of a repair")
             case _:
@@ -579,6 +591,10 @@ class NodeRepair:
         """Return why an answer comes too late, although it was asked for when it arrived."""
         if not isinstance(self._decision, AskPerson):
             return f"this repair asks nothing now: {self._describe_next()}"
+        if any(isinstance(one, RepairCancelRequested) for one in self._inbox):
+            return "this repair was cancelled meanwhile"
+        if workflow.now() >= self._decision.until:
+            return "the time for an answer is over"
         denials = [one for one in self._inbox if isinstance(one, PersonAnswered)]
         denied = next((one for one in denials if not one.approve), None)
         if approved and denied is not None:
@@ -625,15 +641,6 @@ class NodeRepair:
         if self._decision is None:
             return "the repair begins"
         return f"{self._decision.kind}: {self._permits.waiting_for or self._decision.reason}"
-
-
-def _find_run_id() -> str:
-    """Return the run id for the ids of orders: by them, the node's journal says whether an order
-    was carried out that the workflow has forgotten because it was reset."""
-    info = workflow.info()
-    # Asked for always: a replayer knows only the first run's id.
-    is_first = workflow.patched(FIRST_RUN_PATCH)
-    return info.original_execution_run_id if is_first else info.run_id
 
 
 def join_question(question: str, answers: str) -> str:

@@ -11,7 +11,7 @@ import secrets
 import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Iterator, Optional, Sequence, Union
+from typing import Any, Iterator, Optional, Sequence, Union
 
 from relaunch.agent import disk
 from relaunch.agent.failpoints import reach_failpoint
@@ -155,7 +155,8 @@ def prepare(state: Path, order: Fields) -> Union[Json, ProcessHandover]:
                 "step": step,
                 "step_generation": None if reached_in is None else reached_in[1],
             }
-            return _prepare_shim(job, generation, token, fields, gone)
+            until = order.order.get("until")
+            return _prepare_shim(job, generation, token, fields, gone, until)
 
 
 def _list_launched(job: JobState, token: Token) -> list[Generation]:
@@ -192,11 +193,11 @@ def _parse_pattern(order: Fields) -> Optional[str]:
 
 
 def _prepare_shim(
-    job: JobState, generation: Generation, token: Token, fields: Json, gone: Json
+    job: JobState, generation: Generation, token: Token, fields: Json, gone: Json, until: Any
 ) -> Union[Json, ProcessHandover]:
     """Create the folder, lock, sockets and records of a shim.
 
-    `gone`: what the answer says of older generations.
+    `gone`: what the answer says of older generations; `until`: when its caller gives up.
 
     Either the standby of the job has become the shim, or the returned handover turns this process
     into it once the answer was sent.
@@ -213,6 +214,7 @@ def _prepare_shim(
         raise Refusal("stuck", f"generation {token.generation} still has a shim", pids=[])
     try:
         with hold.claim_for_fleet(job.state, fields["fleet"], job.path):
+            refuse_if_late("prepare", until)
             return _bind_sockets(job, generation, token, fields, gone, lock)
     except BaseException:
         os.close(lock)  # this process goes on with other orders and is not the shim
@@ -490,6 +492,13 @@ def _ask_shim(generation: Generation, order: Json) -> Json:
 
 
 def stop(state: Path, order: Fields) -> Json:
+    try:
+        return _stop(state, order)
+    except HeldLock as error:
+        raise Refusal("stuck", str(error), pids=[]) from error
+
+
+def _stop(state: Path, order: Fields) -> Json:
     token = order.token()
     grace, stuck_after = order.number("stop_grace"), order.number("stuck_after")
     pattern = _parse_pattern(order)
@@ -514,8 +523,6 @@ def stop(state: Path, order: Fields) -> Json:
 
     try:
         return carry_out()
-    except HeldLock as error:
-        raise Refusal("stuck", str(error), pids=[]) from error
     except OSError as error:
         if not disk.has_failed(error):
             raise
@@ -528,7 +535,7 @@ def stop(state: Path, order: Fields) -> Json:
             raise
     # Even with the space of the spare file and the ballast, or on a disk that became read-only,
     # the stop could not be recorded. Stop the ranks anyway.
-    with _hold_lock_if_possible(job):
+    with _hold_lock_if_possible(job, grace + stuck_after):
         stop_all(
             job, _find_covered(job, token), token.order, grace, stuck_after, "an order to stop came"
         )
@@ -545,7 +552,7 @@ def stop(state: Path, order: Fields) -> Json:
 
 
 @contextmanager
-def _hold_lock_if_possible(job: JobState) -> Iterator[None]:
+def _hold_lock_if_possible(job: JobState, timeout: float) -> Iterator[None]:
     """Hold the job's lock, unless the disk refuses to have one made.
 
     Raises:
@@ -553,7 +560,7 @@ def _hold_lock_if_possible(job: JobState) -> Iterator[None]:
     """
     with ExitStack() as held:
         try:
-            held.enter_context(job.hold_lock(LOCK_TIMEOUT))
+            held.enter_context(job.hold_lock(timeout))
         except OSError as error:
             if not disk.has_failed(error):
                 raise
