@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Literal
 
@@ -12,7 +13,9 @@ import pytest
 from pydantic import TypeAdapter
 
 from relaunch.messages.notices import (
+    AddressedNotice,
     ChannelResult,
+    Delivery,
     DeliveryResult,
     Notice,
     Outbox,
@@ -197,6 +200,25 @@ def test_a_message_of_which_nothing_is_known_is_tried_again() -> None:
     assert (again.number, again.channels, again.tries) == (first.number, None, 1)
     # A worker ended: the next run of the workflow takes up what was under way.
     assert take(outbox, START + RETRY_DELAYS[0], ())[1] == (again,)
+
+
+def test_a_message_under_way_is_not_cut_with_those_that_wait() -> None:
+    outbox, (slow,) = take(post(Outbox(), notice("slow")), START, ())
+    waiting = tuple(
+        Delivery(number, (AddressedNotice(notice(f"j{number}")),), due=START + MINUTE)
+        for number in range(2, 2 + MAX_RETRIED)
+    )
+    outbox = replace(outbox, deliveries=(slow, *waiting), count=1 + MAX_RETRIED)
+    outbox, (last,) = take(post(outbox, notice("last")), START, (slow.number,))
+    refused = DeliveryResult(("hook",), (ChannelResult("hook", "refused", "", ("last",)),))
+    outbox = record_results(outbox, last.number, refused, START)
+    numbers = [one.number for one in outbox.deliveries]
+    assert numbers == [slow.number, *[one.number for one in waiting[1:]], last.number]
+    assert outbox.dropped == 1
+    done = DeliveryResult(("hook",), (ChannelResult("hook", "done", "", ("slow",)),))
+    outbox = record_results(outbox, slow.number, done, START)
+    outbox, (end,) = take(post(outbox, notice("slow", "resolved")), START, ())
+    assert [(one.notice.state, one.channels) for one in end.notices] == [("resolved", ("hook",))]
 
 
 @pytest.mark.long

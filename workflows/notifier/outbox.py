@@ -7,7 +7,7 @@ except to say so to the channels that have it as open.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
@@ -103,9 +103,21 @@ def take(
 
 
 def record_results(
-    outbox: Outbox, number: int, result: DeliveryResult | None, now: datetime
+    outbox: Outbox,
+    number: int,
+    result: DeliveryResult | None,
+    now: datetime,
+    is_current: Callable[[], bool] = lambda: True,
 ) -> Outbox:
-    """Record what came of sending a message; None: nothing is known of any channel."""
+    """Record what came of sending a message.
+
+    Args:
+        outbox: The outbox.
+        number: The number of the message.
+        result: What came of it; None: nothing is known of any channel.
+        now: Time by the workflow's clock.
+        is_current: Asked where 0.1.0 decided otherwise: whether this release decides.
+    """
     delivery = next((one for one in outbox.deliveries if one.number == number), None)
     if delivery is None:
         return outbox
@@ -121,10 +133,9 @@ def record_results(
     if retried.tries > len(RETRY_DELAYS):
         return replace(outbox, dropped=outbox.dropped + 1)
     retried = replace(retried, due=now + RETRY_DELAYS[retried.tries - 1])
-    surplus = max(0, len(others) + 1 - MAX_RETRIED)
-    outbox = replace(
-        outbox, deliveries=(*others, retried)[surplus:], dropped=outbox.dropped + surplus
-    )
+    outbox = replace(outbox, deliveries=(*others, retried))
+    if len(outbox.deliveries) > MAX_RETRIED:
+        outbox = _cut_retries(outbox, is_current())
     # Meanwhile a matter may have been resolved, or be sent again.
     newer = {one.key for one in outbox.pending}
     return _strip_retries(outbox, newer, number)
@@ -222,6 +233,20 @@ def _record_channels(outbox: Outbox, sent: DeliveryResult, now: datetime) -> Out
         for one in outbox.open
     )
     return replace(outbox, failing=tuple(failing.values()), open=opened)
+
+
+def _cut_retries(outbox: Outbox, is_current: bool) -> Outbox:
+    """Leave out the oldest of too many messages that wait for another try.
+
+    Those under way stay, since what comes of them is still to be recorded. 0.1.0 counted them, too.
+    """
+    waiting = [one.number for one in outbox.deliveries if one.due is not None or not is_current]
+    cut = frozenset(waiting[: max(0, len(waiting) - MAX_RETRIED)])
+    return replace(
+        outbox,
+        deliveries=tuple(one for one in outbox.deliveries if one.number not in cut),
+        dropped=outbox.dropped + len(cut),
+    )
 
 
 def _strip_retries(outbox: Outbox, keys: Collection[str], number: int | None = None) -> Outbox:

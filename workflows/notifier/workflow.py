@@ -31,6 +31,7 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.text import count_noun, escape_markdown
     from relaunch.workflows.builds import continue_as_new, is_build_outdated
     from relaunch.workflows.notifier.outbox import find_wake, post, record_results, take
+    from relaunch.workflows.patches import RepeatedPatch
 
     NOTICES = TypeAdapter(tuple[Notice, ...])
 
@@ -51,6 +52,7 @@ class Notifier:
         self._outbox = start.outbox
         self._inbox: list[Notice] = list(start.inbox)
         self._sending: dict[int, asyncio.Task[None]] = {}
+        self._outcomes = RepeatedPatch("outcomes")
 
     @workflow.run
     async def run(self, start: NotifierInput) -> None:
@@ -80,7 +82,9 @@ class Notifier:
         except ActivityError as error:
             workflow.logger.warning("a message was not sent: %s", error.cause or error)
             result = None
-        self._outbox = record_results(self._outbox, delivery.number, result, workflow.now())
+        self._outbox = record_results(
+            self._outbox, delivery.number, result, workflow.now(), self._outcomes.is_reached
+        )
 
     async def _wait_for_news(self) -> None:
         wake = find_wake(self._outbox, workflow.now(), tuple(self._sending))
