@@ -14,7 +14,9 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -221,7 +223,8 @@ def _request(url: str, body: bytes | None, headers: dict[str, str]) -> None:
             return
     except urllib.error.HTTPError as error:
         error.close()
-        raise ChannelError(f"it answered {error.code}") from None
+        # From 500 on it has failed itself, or a proxy before it, perhaps after it took the message.
+        raise ChannelError(f"it answered {error.code}", error.code >= 500) from None
     except urllib.error.URLError as error:
         if isinstance(error.reason, TimeoutError):
             raise ChannelError(f"no answer within {SEND_TIMEOUT_S:g} s", True) from None
@@ -248,11 +251,7 @@ def _send_apprise(channel: Channel, message: Message) -> None:
 
     url = _read_address(channel.apprise)
     sender = apprise.Apprise()
-    # What apprise logs may contain the address. The reason below repeats it without that.
-    logger = logging.getLogger("apprise")
-    logger.propagate = False
-    capture: Any = apprise.LogCapture
-    with capture(level=logging.WARNING, fmt="%(message)s") as log:
+    with _listen() as said:
         is_valid = sender.add(url)
         # Without a format, apprise sends a text as the HTML of a mail, and as markup to chats.
         is_sent = is_valid and sender.notify(
@@ -262,12 +261,47 @@ def _send_apprise(channel: Channel, message: Message) -> None:
             # Services that know urgency take it from this: critical, warning and info of PagerDuty.
             notify_type=apprise.NotifyType(NOTIFY_TYPES[message.grade]),
         )
-        lines = log.getvalue().splitlines()
     if not is_valid:
         raise ChannelError("apprise does not know an address like this one")
     if not is_sent:
-        said = "; ".join(dict.fromkeys(lines))[:300] or "apprise does not say why"
-        raise ChannelError(_redact(said, url))
+        reason = "; ".join(dict.fromkeys(said))[:300] or "apprise does not say why"
+        # It says so, too, if no answer came in time, and if one of several targets took it.
+        raise ChannelError(_redact(reason, url), True)
+
+
+_heard: ContextVar[list[str] | None] = ContextVar("relaunch_heard", default=None)
+"""What apprise says of the message that is being sent here."""
+
+
+class _Listener(logging.Handler):
+    """Keeps what apprise says of a message with that message, while others are sent beside it.
+
+    Its logger is one for all of them, and what it says may contain their addresses. What belongs to
+    which message is known from the context, not from the thread: apprise sends in other threads.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        said = _heard.get()
+        if said is not None:
+            said += record.getMessage().splitlines()
+
+
+_LISTENER = _Listener(logging.WARNING)
+
+
+@contextmanager
+def _listen() -> Iterator[list[str]]:
+    """Collect what apprise says within the context, instead of having it logged."""
+    logger = logging.getLogger("apprise")
+    logger.propagate = False  # it may contain the address
+    logger.setLevel(logging.WARNING)
+    logger.addHandler(_LISTENER)  # once, however often
+    said: list[str] = []
+    token = _heard.set(said)
+    try:
+        yield said
+    finally:
+        _heard.reset(token)
 
 
 def _redact(text: str, url: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -84,8 +85,20 @@ def find_port() -> int:
 
 
 class _Mailbox:
-    def __init__(self) -> None:
+    def __init__(self, refused: str, together: threading.Barrier | None) -> None:
         self.mails: list[bytes] = []
+        self._refused = refused
+        self._together = together
+
+    async def handle_RCPT(
+        self, _server: Any, _session: Any, envelope: Any, address: str, _options: Any
+    ) -> str:
+        if address == self._refused:
+            if self._together is not None:
+                await asyncio.to_thread(self._together.wait)
+            return "550 no such mailbox"
+        envelope.rcpt_tos.append(address)
+        return "250 go on"
 
     async def handle_DATA(self, _server: Any, _session: Any, envelope: Any) -> str:
         self.mails.append(envelope.content)
@@ -93,9 +106,17 @@ class _Mailbox:
 
 
 @contextmanager
-def mail_server(port: int) -> Iterator[list[bytes]]:
-    """Serve SMTP on a port; yield the mails, as they arrive."""
-    mailbox = _Mailbox()
+def mail_server(
+    port: int, refused: str = "", together: threading.Barrier | None = None
+) -> Iterator[list[bytes]]:
+    """Serve SMTP on a port; yield the mails, as they arrive.
+
+    Args:
+        port: The port.
+        refused: The address of a mailbox that it does not have.
+        together: It says so once others that share this do so, too.
+    """
+    mailbox = _Mailbox(refused, together)
     controller = Controller(mailbox, hostname="127.0.0.1", port=port)
     controller.start()
     try:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import email
 import hashlib
 import hmac
 import json
+import threading
 import time
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -62,13 +64,15 @@ async def test_a_secret_is_read_each_time(tmp_path: Path, monkeypatch: pytest.Mo
     assert signatures[0] is None and len(set(signatures)) == 3
 
 
-@pytest.mark.parametrize("status", [301, 302, 404, 429, 500])
+@pytest.mark.parametrize("status", [301, 302, 404, 429, 500, 502, 503, 504])
 async def test_an_answer_other_than_success_is_a_failure(status: int) -> None:
+    """After one from 500 on, the receiver may have the message all the same."""
     with webhook(status) as received:
         with pytest.raises(ChannelError) as raised:
             await send(webhook=received.url)
         assert len(received.requests) == 1, "a redirect is not followed"
-    assert (raised.value.reason, raised.value.is_ambiguous) == (f"it answered {status}", False)
+    assert raised.value.reason == f"it answered {status}"
+    assert raised.value.is_ambiguous == (status >= 500)
 
 
 async def test_a_receiver_that_hangs_is_ambiguous(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,6 +138,45 @@ async def test_apprise_sends_a_mail() -> None:
     assert mail["Subject"] == MESSAGE.subject and "ada@b.de" in mail["To"]
     part = mail.get_body(("plain",))
     assert part is not None and MESSAGE.text in part.get_content()
+
+
+async def test_a_mail_that_one_of_two_people_got_is_ambiguous() -> None:
+    port = find_port()
+    with mail_server(port, refused="bob@b.de") as mails:
+        with pytest.raises(ChannelError) as raised:
+            await send(apprise=f"mailto://127.0.0.1:{port}?from=relaunch@a.de&to=ada@b.de,bob@b.de")
+        (raw,) = mails
+    assert email.message_from_bytes(raw, policy=default)["To"] == "ada@b.de"
+    assert raised.value.is_ambiguous
+
+
+async def test_apprise_that_gets_no_answer_in_time_is_ambiguous() -> None:
+    with webhook(hangs=True) as received:
+        with pytest.raises(ChannelError) as raised:
+            await send(apprise=f"{received.url.replace('http://', 'json://')}?rto=0.3")
+        assert len(received.requests) == 1
+    assert raised.value.is_ambiguous
+
+
+async def test_channels_that_fail_together_keep_their_reasons(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(channels, "SEND_TIMEOUT_S", 60.0)
+    ports, together = (find_port(), find_port()), threading.Barrier(2)
+    people = ("ada-lovelace@b.de", "grace-hopper@c.de")
+    with (
+        mail_server(ports[0], people[0], together),
+        mail_server(ports[1], people[1], together),
+    ):
+        addresses = [
+            f"mailto://127.0.0.1:{port}?from=relaunch@a.de&to={who}"
+            for port, who in zip(ports, people, strict=True)
+        ]
+        failed = await asyncio.gather(
+            *(send(apprise=address) for address in addresses), return_exceptions=True
+        )
+    reasons = [one.reason for one in failed if isinstance(one, ChannelError)]
+    assert reasons == ['Sending email to "…@…" failed.'] * 2
 
 
 async def test_apprise_gets_the_gravest_of_what_is_open() -> None:

@@ -151,6 +151,23 @@ async def test_a_message_without_an_answer_is_sent_again(
             assert (await job.result()).phase is Phase.CANCELLED
 
 
+# apprise imports it where Python still has it.
+@pytest.mark.filterwarnings("ignore:'imghdr' is deprecated")
+async def test_what_apprise_may_have_delivered_is_resolved(make_rig: MakeRig) -> None:
+    """The receiver takes each message, and answers too late for apprise."""
+    script = Script((Exit(rank=0, exit_code=1, generation=1),))
+    with webhook(hangs=True) as late:
+        address = f"{late.url.replace('http://', 'json://')}?rto=0.5"
+        async with make(make_rig, script, {"apprise": address}) as rig:
+            job = await rig.submit(policy(causes=ASK))
+            await job.until_phase(Phase.WAITING_FOR_PERSON)
+            await until(lambda: len(late.requests) >= 1, lambda: late.requests)
+            await job.handle.signal("cancel")
+            assert (await job.result()).phase is Phase.CANCELLED
+            await until(lambda: late.bodies[-1]["type"] == "success", lambda: late.bodies)
+        assert {body["type"] for body in late.bodies[:-1]} == {"failure"}
+
+
 @pytest.mark.long
 async def test_channels_take_their_events_and_causes(make_rig: MakeRig) -> None:
     script = Script((Exit(rank=0, exit_code=1, generation=1),))
