@@ -7,6 +7,7 @@ are; `deliver_notices` sends one message to the fleet's channels. `send_test` pr
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from datetime import UTC, datetime
 from urllib.parse import quote
 
@@ -94,6 +95,12 @@ class PeopleActivities:
                 for name, notices in chosen.items()
             )
         )
+        if activity.info().attempt > 1:
+            # The worker of an earlier attempt may have ended after the channel took the message.
+            results = [
+                replace(one, outcome="ambiguous") if one.outcome == "refused" else one
+                for one in results
+            ]
         return DeliveryResult(tuple(channels), tuple(results))
 
     @activity.defn
@@ -178,15 +185,17 @@ def _select(
     name: str, channel: Channel | None, notices: tuple[AddressedNotice, ...]
 ) -> tuple[Notice, ...]:
     """Return the notices that a channel takes."""
-    return tuple(
-        one.notice
-        for one in notices
-        if (
-            name in one.channels
-            if one.channels is not None
-            else channel is None
-            or channel.takes(
-                one.notice.event, one.notice.cause, one.notice.job, one.notice.reminders
-            )
-        )
-    )
+    return tuple(one.notice for one in notices if _is_for(name, channel, one))
+
+
+def _is_for(name: str, channel: Channel | None, addressed: AddressedNotice) -> bool:
+    notice = addressed.notice
+    if addressed.channels is None:
+        cause, reminders = notice.cause, notice.reminders
+    elif name in addressed.channels:
+        return True
+    elif (unknown := addressed.unknown) is not None:
+        cause, reminders = unknown.cause, unknown.reminders
+    else:
+        return False
+    return channel is None or channel.takes(notice.event, cause, notice.job, reminders)

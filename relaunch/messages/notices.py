@@ -72,10 +72,23 @@ class TellPeopleInput:
 
 
 @dataclass(frozen=True, slots=True)
+class UnknownDelivery:
+    """A message of which no outcome is known, as the worker that sent it has ended, for example.
+
+    Each channel that takes a notice with these may have it.
+    """
+
+    cause: Cause | None = None
+    reminders: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class AddressedNotice:
     notice: Notice
     channels: tuple[str, ...] | None = None
     """The channels that it is for, by name; None: all that take its event and cause."""
+    unknown: UnknownDelivery | None = None
+    """Of one that resolves a matter: it is also for the channels that may have this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +152,8 @@ class OpenNotice:
     at: datetime
     channels: tuple[str, ...] = ()
     """The channels that may have delivered it."""
+    unknown: UnknownDelivery | None = None
+    """None: what came of each message about it is known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,9 @@ from relaunch.messages.notices import (
     Notice,
     SendTestInput,
     SendTestResult,
+    UnknownDelivery,
 )
+from relaunch.spec.fleet import name_channels
 from tests.activities.harness import environment, stand
 from tests.fakes.nodes import SimulatedBackend
 from tests.receivers import webhook
@@ -37,6 +39,7 @@ class Server:
 
     def __init__(self, *channels: dict[str, Any]) -> None:
         fleets = SimulatedFleets(fleet(2, notify=list(channels)), stand().backend)
+        self.channels = name_channels(fleets.known.notify)
         self.people = PeopleActivities(fleets, cast(Client, self), "relaunch")
         self.lost = False
 
@@ -138,3 +141,46 @@ async def test_each_channel_gets_the_matters_that_its_keys_choose(
     grave, lesser = ("critical", 0), ("warning", 0)
     assert told == [grave, lesser, lesser, grave, lesser, ("critical", 1), ("critical", 2)]
     assert subject == "relaunch: g (reminder 2)"
+
+
+async def test_what_may_have_arrived_is_resolved_where_it_was_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    at = datetime(2026, 11, 26, tzinfo=UTC)
+    ended = Notice("waiting", "wait", "a", "it has its nodes", at, "resolved", job="bert")
+    unknown = UnknownDelivery(Cause.HANG, 1)
+    chosen: dict[str, dict[str, Any]] = {
+        "had it before": {"events": ["failed"]},
+        "pager": {"severities": ["critical"]},
+        "second": {"from_reminder": 1},
+        "hangs": {"causes": ["HANG"]},
+        "third": {"from_reminder": 2},
+        "networks": {"causes": ["NETWORK"]},
+        "failures": {"events": ["failed"]},
+    }
+    with ExitStack() as stack:
+        hooks = {name: stack.enter_context(webhook()) for name in chosen}
+        server = Server(*({"webhook": hooks[one].url, **chosen[one]} for one in chosen))
+        (first, *_) = server.channels
+        message = Delivery(1, (AddressedNotice(ended, (first,), unknown),))
+        await environment().run(server.people.deliver_notices, DeliverInput("default", message))
+        got = [name for name, hook in hooks.items() if hook.notices]
+    assert got == ["had it before", "pager", "second", "hangs"]
+
+
+@pytest.mark.parametrize(("attempt", "outcome"), [(1, "refused"), (2, "ambiguous")])
+async def test_what_an_earlier_attempt_may_have_sent_is_ambiguous(
+    attempt: int, outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker of the first attempt may have ended after the receiver took the message."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(SimulatedBackend, "has_topic", False)
+    notice = Notice("breaker", "k", "a", "b", datetime(2026, 11, 26, tzinfo=UTC))
+    made = environment()
+    made.info = replace(made.info, attempt=attempt)
+    with webhook(404) as refusing:
+        message = DeliverInput("default", Delivery(1, (AddressedNotice(notice),)))
+        people = Server({"webhook": refusing.url}).people
+        (result,) = (await made.run(people.deliver_notices, message)).results
+    assert (result.outcome, result.reason, result.keys) == (outcome, "it answered 404", ("k",))

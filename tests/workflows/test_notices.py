@@ -7,10 +7,20 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from temporalio import activity
+from temporalio.client import WorkflowHistory
+from temporalio.exceptions import ApplicationError
+from temporalio.worker import (
+    ActivityInboundInterceptor,
+    ActivityOutboundInterceptor,
+    ExecuteActivityInput,
+    Interceptor,
+)
 
 from relaunch.activities import channels
 from relaunch.activities.notify import PeopleActivities
@@ -21,11 +31,12 @@ from relaunch.messages.notices import Notice, Outbox, TellPeopleInput
 from relaunch.pool.messages import Suspect
 from relaunch.pool.state import NodeStatus
 from relaunch.workflows.notifier.outbox import MAX_MESSAGES
+from relaunch.workflows.patches import RepeatedPatch
 from tests.fakes.nodes import Exit, Script, Sick
 from tests.receivers import Webhook, webhook
 from tests.workflows.claimants import claimants, fleet_state, until_fleet
 from tests.workflows.conftest import MakeRig
-from tests.workflows.rig import PATIENCE, Rig, policy
+from tests.workflows.rig import PATIENCE, Rig, policy, replay
 from tests.workflows.test_fleet import standing
 from tests.workflows.test_fleet_details import NOW
 
@@ -166,6 +177,66 @@ async def test_what_apprise_may_have_delivered_is_resolved(make_rig: MakeRig) ->
             assert (await job.result()).phase is Phase.CANCELLED
             await until(lambda: late.bodies[-1]["type"] == "success", lambda: late.bodies)
         assert {body["type"] for body in late.bodies[:-1]} == {"failure"}
+
+
+class EndsAfterSending(Interceptor, ActivityInboundInterceptor):
+    """Loses what came of each message, as a worker does that ends after it was sent."""
+
+    def __init__(self) -> None:
+        """There is no next one yet."""
+
+    def intercept_activity(self, next: ActivityInboundInterceptor) -> ActivityInboundInterceptor:
+        self.next = next
+        return self
+
+    def init(self, outbound: ActivityOutboundInterceptor) -> None:
+        self.next.init(outbound)
+
+    async def execute_activity(self, input: ExecuteActivityInput) -> Any:
+        result = await self.next.execute_activity(input)
+        if activity.info().activity_type == "deliver_notices":
+            raise ApplicationError("the worker has ended", non_retryable=True)
+        return result
+
+
+async def send_and_lose(make_rig: MakeRig, received: Webhook) -> WorkflowHistory:
+    """Have a matter sent and resolved by workers that end. Return the notifier's history."""
+    channel, lossy = {"webhook": received.url}, (EndsAfterSending(),)
+    async with make(make_rig, Script(), channel, interceptors=lossy) as rig:
+        name = rig.fleets.known.name
+        people = PeopleActivities(rig.fleets, rig.client, rig.queue)
+        opened = Notice("breaker", f"{name}/breaker", "it is open", "why", NOW)
+        await people.tell_people(TellPeopleInput(name, (opened,)))
+        await until_outbox(rig, lambda outbox: any(one.due for one in outbox.deliveries))
+        ended = replace(opened, state="resolved")
+        await people.tell_people(TellPeopleInput(name, (ended,)))
+        await until_outbox(rig, lambda outbox: not (outbox.open or outbox.pending))
+        return await rig.notifier.fetch_history()
+
+
+async def until_outbox(rig: Rig, holds: Callable[[Outbox], bool]) -> None:
+    deadline = asyncio.get_running_loop().time() + PATIENCE
+    while not holds(outbox := await rig.notifier.query("state", result_type=Outbox)):
+        assert asyncio.get_running_loop().time() < deadline, outbox
+        await asyncio.sleep(0.05)
+
+
+async def test_what_a_worker_sent_before_it_ended_is_resolved(make_rig: MakeRig) -> None:
+    with webhook() as received:
+        await send_and_lose(make_rig, received)
+        await until(lambda: ("breaker", "resolved") in events(received), lambda: received.notices)
+
+
+async def test_a_notifier_of_0_1_0_that_lost_an_outcome_goes_on(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It did not resolve what may have arrived: the history has no such message."""
+    with webhook() as received:
+        with monkeypatch.context() as older:
+            older.setattr(RepeatedPatch, "is_reached", lambda _: False)
+            history = await send_and_lose(make_rig, received)
+        await replay(history)
+        assert ("breaker", "resolved") not in events(received)
 
 
 @pytest.mark.long

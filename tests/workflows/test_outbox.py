@@ -12,6 +12,7 @@ from typing import Literal
 import pytest
 from pydantic import TypeAdapter
 
+from relaunch.evidence.causes import Cause
 from relaunch.messages.notices import (
     AddressedNotice,
     ChannelResult,
@@ -19,6 +20,7 @@ from relaunch.messages.notices import (
     DeliveryResult,
     Notice,
     Outbox,
+    UnknownDelivery,
     format_subject,
     format_text,
 )
@@ -200,6 +202,24 @@ def test_a_message_of_which_nothing_is_known_is_tried_again() -> None:
     assert (again.number, again.channels, again.tries) == (first.number, None, 1)
     # A worker ended: the next run of the workflow takes up what was under way.
     assert take(outbox, START + RETRY_DELAYS[0], ())[1] == (again,)
+
+
+def test_a_matter_that_may_have_arrived_is_resolved() -> None:
+    """Nothing is known of a message, and the matter ends before it is tried again."""
+    asked = replace(notice("a"), cause=Cause.HANG, reminders=1)
+    outbox, (first,) = take(post(Outbox(), asked), START, ())
+    outbox = record_results(outbox, first.number, None, START)
+    ended = notice("a", "resolved")
+    outbox, (second,) = take(post(outbox, ended), START, ())
+    unknown = UnknownDelivery(Cause.HANG, 1)
+    assert second.notices == (AddressedNotice(ended, (), unknown),)
+    # If it is open again, and ends before that was sent, it is resolved there, too.
+    outbox = record_results(outbox, second.number, None, START)
+    outbox = post(outbox, replace(asked, at=START + SECOND))
+    outbox, (third,) = take(post(outbox, ended), START, ())
+    assert third.notices == (AddressedNotice(ended, (), unknown),)
+    done = DeliveryResult(("hook",), (ChannelResult("hook", "done"),))
+    assert record_results(outbox, third.number, done, START).open == ()
 
 
 def test_a_message_under_way_is_not_cut_with_those_that_wait() -> None:

@@ -19,6 +19,7 @@ from relaunch.messages.notices import (
     Notice,
     OpenNotice,
     Outbox,
+    UnknownDelivery,
     shorten_notice,
 )
 
@@ -124,7 +125,10 @@ def record_results(
     others = tuple(one for one in outbox.deliveries if one.number != number)
     outbox = replace(outbox, deliveries=others)
     missed = delivery.channels
-    if result is not None:
+    if result is None:
+        if is_current():
+            outbox = _record_unknown(outbox, delivery)
+    else:
         outbox = _record_channels(outbox, result, now)
         missed = tuple(one.channel for one in result.results if one.outcome != "done")
         if not missed:
@@ -174,7 +178,8 @@ def _list_busy(outbox: Outbox) -> set[str]:
 
 def _drop_unknown(outbox: Outbox) -> Outbox:
     """Leave out what says that a matter is resolved which no channel has as open."""
-    known = {one.key for one in outbox.open if one.channels} | _list_busy(outbox)
+    known = {one.key for one in outbox.open if one.channels or one.unknown}
+    known |= _list_busy(outbox)
     obsolete = {
         one.key for one in outbox.pending if one.state == "resolved" and one.key not in known
     }
@@ -193,10 +198,11 @@ def _send(outbox: Outbox, batch: tuple[Notice, ...], now: datetime) -> tuple[Out
     for notice in batch:
         if notice.state == "open":
             addressed.append(AddressedNotice(notice))
-            channels = known[notice.key].channels if notice.key in known else ()
-            known[notice.key] = OpenNotice(notice.key, notice.at, channels)
+            before = known.get(notice.key, OpenNotice(notice.key, NEVER))
+            known[notice.key] = replace(before, at=notice.at)
         else:
-            addressed.append(AddressedNotice(notice, known.pop(notice.key).channels))
+            ended = known.pop(notice.key)
+            addressed.append(AddressedNotice(notice, ended.channels, ended.unknown))
     if len(addressed) > 1:
         addressed = [replace(one, notice=shorten_notice(one.notice)) for one in addressed]
     delivery = Delivery(outbox.count + 1, tuple(addressed))
@@ -233,6 +239,26 @@ def _record_channels(outbox: Outbox, sent: DeliveryResult, now: datetime) -> Out
         for one in outbox.open
     )
     return replace(outbox, failing=tuple(failing.values()), open=opened)
+
+
+def _record_unknown(outbox: Outbox, delivery: Delivery) -> Outbox:
+    """Record that each channel that takes a message may have it."""
+    opened = {one.key: one for one in outbox.open}
+    for notice in (one.notice for one in delivery.notices if one.notice.state == "open"):
+        if (known := opened.get(notice.key)) is not None:
+            unknown = UnknownDelivery(notice.cause, notice.reminders)
+            opened[notice.key] = replace(known, unknown=_join_unknown(known.unknown, unknown))
+    return replace(outbox, open=tuple(opened.values()))
+
+
+def _join_unknown(
+    one: UnknownDelivery | None, other: UnknownDelivery | None
+) -> UnknownDelivery | None:
+    """Return one that each channel takes which takes any of these."""
+    if one is None or other is None:
+        return one or other
+    cause = one.cause if one.cause is other.cause else None
+    return UnknownDelivery(cause, max(one.reminders, other.reminders))
 
 
 def _cut_retries(outbox: Outbox, is_current: bool) -> Outbox:
@@ -272,7 +298,8 @@ def _strip_retries(outbox: Outbox, keys: Collection[str], number: int | None = N
                     missed = tuple(name for name in missed if name in delivery.channels)
                 before = opened.get(key, OpenNotice(key, NEVER))
                 channels = tuple(dict.fromkeys((*before.channels, *missed)))
-                opened[key] = replace(before, channels=channels)
+                unknown = _join_unknown(before.unknown, one.unknown)
+                opened[key] = replace(before, channels=channels, unknown=unknown)
         if kept:
             deliveries.append(replace(delivery, notices=tuple(kept)))
     return replace(outbox, deliveries=tuple(deliveries), open=tuple(opened.values()))
