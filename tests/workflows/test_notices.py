@@ -179,6 +179,31 @@ async def test_what_apprise_may_have_delivered_is_resolved(make_rig: MakeRig) ->
         assert {body["type"] for body in late.bodies[:-1]} == {"failure"}
 
 
+async def test_no_message_stops_a_notifier(make_rig: MakeRig) -> None:
+    with webhook() as received:
+        async with make(make_rig, Script(), {"webhook": received.url}) as rig:
+            name = rig.fleets.known.name
+            people = PeopleActivities(rig.fleets, rig.client, rig.queue)
+            known = Notice("breaker", "known", "it is open", "why", NOW)
+            await people.tell_people(TellPeopleInput(name, (known,)))
+            await until(lambda: len(received.notices) == 1, lambda: received.notices)
+            bare = {"event": "breaker", "subject": "s", "reason": "r", "at": "2020-01-01T00:00:00"}
+            for stranger in (
+                [{**bare, "key": "known"}, {**bare, "key": "new"}],
+                [{**bare, "key": "known", "at": "2099-01-01T00:00:00"}],
+                [{**bare, "key": "other", "event": "nosuch"}],
+                [{**bare, "key": "other", "at": "yesterday"}],
+                {"at": 10**400},
+            ):
+                await rig.notifier.signal("post", stranger)
+            await until(lambda: len(received.notices) == 3, lambda: received.notices)
+            again, last = replace(known, key="new"), replace(known, key="last")
+            await people.tell_people(TellPeopleInput(name, (again, last)))
+            await until(lambda: len(received.notices) == 5, lambda: received.notices)
+        sent = [one["key"] for one in received.notices]
+        assert sent[0] == "known" and sorted(sent[1:]) == ["known", "last", "new", "new"]
+
+
 class EndsAfterSending(Interceptor, ActivityInboundInterceptor):
     """Loses what came of each message, as a worker does that ends after it was sent."""
 

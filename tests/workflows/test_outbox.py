@@ -126,6 +126,21 @@ def test_an_open_matter_with_a_later_time_is_sent_again() -> None:
     assert desk.list_sent() == [("a", "open"), ("a", "open"), ("a", "resolved")]
 
 
+def test_a_time_without_a_zone_is_one_in_utc() -> None:
+    desk = Desk()
+    before, after = ((START + sign * SECOND).replace(tzinfo=None) for sign in (-1, 1))
+    desk.post("a")
+    for at in (before, after, before):
+        desk.outbox = post(desk.outbox, notice("a", at=at))
+        desk.work()
+    assert desk.list_sent() == [("a", "open")] * 2
+    # As 0.1.0 kept it.
+    (kept,) = desk.outbox.open
+    outbox = replace(desk.outbox, open=(replace(kept, at=after),))
+    assert post(outbox, notice("a", at=START)) == outbox
+    assert post(outbox, notice("a", at=START + MINUTE)) != outbox
+
+
 def test_a_matter_that_was_never_sent_is_not_resolved() -> None:
     desk = Desk()
     desk.post("a", "resolved")

@@ -45,12 +45,13 @@ for the input of the next run."""
 def post(outbox: Outbox, notice: Notice) -> Outbox:
     """Add a notice. What it makes obsolete is not sent any more."""
     key = notice.key
+    notice = replace(notice, at=_in_utc(notice.at))
     was_pending = any(one.key == key and one.state == "open" for one in outbox.pending)
     pending = tuple(one for one in outbox.pending if one.key != key)
     known = next((one for one in outbox.open if one.key == key), None)
     outbox = replace(outbox, pending=pending)
     if notice.state == "open":
-        if known is not None and notice.at <= known.at and not was_pending:
+        if known is not None and notice.at <= _in_utc(known.at) and not was_pending:
             return outbox  # sent again by a fleet that was restarted
         outbox = _strip_retries(outbox, {key})
     elif known is None:
@@ -156,6 +157,15 @@ def find_wake(outbox: Outbox, now: datetime, under_way: Collection[int]) -> date
             free = sorted(outbox.sent_at)[-MAX_MESSAGES] + MINUTE
         times.append(max(outbox.collect_until, free))
     return min(times, default=None)
+
+
+def _in_utc(at: datetime) -> datetime:
+    """Return a time with its zone: UTC, if it names none.
+
+    Relaunch sends none without. A stranger can, and 0.1.0 kept such ones; compared with another
+    they would stop the notifier for good.
+    """
+    return at if at.tzinfo is not None else at.replace(tzinfo=UTC)
 
 
 def _list_ready(outbox: Outbox) -> tuple[Notice, ...]:
