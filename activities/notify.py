@@ -17,6 +17,7 @@ from temporalio.common import WorkflowIDConflictPolicy
 from temporalio.exceptions import ApplicationError
 
 from relaunch.activities.channels import SEND_TIMEOUT_S, ChannelError, ChannelSender, Message
+from relaunch.activities.fleet import FLEET_UNKNOWN
 from relaunch.backends.base import BackendError, Fleets, TellsPeople
 from relaunch.messages.ids import NOTIFIER_ID_PREFIX
 from relaunch.messages.notices import (
@@ -55,11 +56,14 @@ class PeopleActivities:
         """Post notices for people. Return the outcome as a clause.
 
         The first one starts the notifier of the fleet.
+
+        Raises:
+            ApplicationError: this worker has no such fleet; another one may.
         """
         try:
             channels = self._find_channels(input.fleet)
         except KeyError as error:
-            return str(error.args[0])
+            raise ApplicationError(str(error.args[0]), type=FLEET_UNKNOWN) from None
         if not channels:
             return f"fleet {input.fleet} has no way to notify people"
         await self._client.start_workflow(
@@ -76,12 +80,16 @@ class PeopleActivities:
 
     @activity.defn
     async def deliver_notices(self, input: DeliverInput) -> DeliveryResult:
-        """Send a message to the channels that it is for, to all at once."""
+        """Send a message to the channels that it is for, to all at once.
+
+        Raises:
+            ApplicationError: this worker has no such fleet; another one may.
+        """
         delivery = input.delivery
         try:
             channels = self._find_channels(input.fleet)
-        except KeyError:
-            return DeliveryResult((), ())
+        except KeyError as error:
+            raise ApplicationError(str(error.args[0]), type=FLEET_UNKNOWN) from None
         chosen: dict[str, tuple[Notice, ...]] = {}
         for name, channel in channels.items():
             if delivery.channels is None or name in delivery.channels:

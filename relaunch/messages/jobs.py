@@ -31,6 +31,7 @@ from relaunch.job.events import (
 )
 from relaunch.job.state import Examine, Incident, JobState, Phase, Relaunch, Repair
 from relaunch.messages.bounds import MAX_REASON
+from relaunch.messages.notices import Notice
 from relaunch.pool.messages import DrainRequest, Grant, Healing, Offer, Place, Suspect
 from relaunch.spec.job import JobSpec
 from relaunch.spec.policy import (
@@ -143,6 +144,8 @@ class CarriedState:
     claims: ClaimsCarried = ClaimsCarried()
     action: CarriedAction | None = None
     orders: OrdersCarried = OrdersCarried()
+    notices: tuple[Notice, ...] = ()
+    """Those that could not be posted to people yet, the oldest first."""
 
 
 @dataclass(frozen=True, slots=True)

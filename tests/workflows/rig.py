@@ -576,8 +576,10 @@ async def replay(*histories: WorkflowHistory, is_sandboxed: bool = True) -> None
         NondeterminismError: one would have ordered something else.
     """
     # The core is pure, which tests/test_layering.py holds; types that only it names would be
-    # unknown in a sandbox that imports it again.
-    passed = SandboxRestrictions.default.with_passthrough_modules(*CORE, "re2", "cryptography")
+    # unknown in a sandbox that imports it again. So would those of notices.
+    passed = SandboxRestrictions.default.with_passthrough_modules(
+        *CORE, "relaunch.messages.notices", "re2", "cryptography"
+    )
     replayer = Replayer(
         workflows=[TrainingJob, NodeRepair, Fleet, Notifier],
         namespace="default",  # which orders to a fleet are signed for, so it decides by it

@@ -101,6 +101,9 @@ MAX_ID_BYTES = 1000
 """Of the id of a workflow; the server's limit."""
 MAX_NOTICES = 100
 """Notices posted at once."""
+POST_TIMEOUT = timedelta(seconds=20)
+"""How long a fleet that continues as new waits until they are posted: so long an attempt takes.
+Then the next run posts them."""
 
 
 @workflow.defn
@@ -140,7 +143,7 @@ class Fleet:
         self._open_notices = list(start.open_notices)
         """The keys of the open matters that people were notified of."""
         self._notices: list[Notice] = []
-        """To be posted."""
+        """To be posted, or on their way."""
 
     @workflow.run
     async def run(self, start: FleetInput) -> None:
@@ -468,8 +471,18 @@ class Fleet:
 
     async def _post_notices(self) -> None:
         while self._notices:
-            batch, self._notices = self._notices[:MAX_NOTICES], self._notices[MAX_NOTICES:]
-            await tell_people(self._name, tuple(batch))
+            batch = tuple(self._notices[:MAX_NOTICES])
+            await tell_people(self._name, batch)
+            del self._notices[: len(batch)]
+
+    def _list_told(self) -> tuple[str, ...]:
+        """Return the keys of the matters that people have as open, by the notices that were posted.
+
+        The next run compares them with its own, and so posts the others again.
+        """
+        unposted = {one.key: one for one in self._notices}  # the newest of each matter
+        told = [key for key in self._open_notices if key not in unposted]
+        return (*told, *(key for key, one in unposted.items() if one.state == "resolved"))
 
     # --- tasks under way
 
@@ -497,9 +510,13 @@ class Fleet:
 
     async def _continue_as_new(self) -> None:
         """Continue as new with nothing half-done: pending signals are delivered first, and the next
-        run repeats the questions."""
+        run repeats the questions, and posts what could not be posted."""
         for task in self._asking.values():
             task.cancel()
+        posting = self._telling.get(PEOPLE)
+        if posting is not None and not posting.done() and workflow.patched("carried-notices"):
+            await workflow.wait([posting], timeout=POST_TIMEOUT.total_seconds())
+            del self._telling[PEOPLE]
         await workflow.wait_condition(
             lambda: (
                 all(task.done() for task in self._under_way()) and workflow.all_handlers_finished()
@@ -514,7 +531,7 @@ class Fleet:
                 tuple(self._inbox),
                 checked_at,
                 self._file_digest,
-                tuple(self._open_notices),
+                self._list_told(),
             )
         )
 

@@ -101,8 +101,9 @@ STRATEGY_TIMEOUT = timedelta(minutes=45)
 """For a strategy that an examination calls for, with the examination that proves it: a reboot takes
 up to 25 minutes, DCGM 15."""
 MAX_TIMER_SUMMARY = 200
-TELL_TIMEOUT = timedelta(seconds=10)
-"""How long a repair that has ended waits for its notices to be posted. A job may wait for it."""
+TELL_TIMEOUT = timedelta(minutes=10)
+"""How long a repair that has ended waits for its notices to be posted. A job may wait for it, but a
+worker that can post none can hardly do anything else for the job."""
 
 ASKING_PROBES_PATCH = "probe-while-asked"
 """Repairs that began before it wait for the answer only."""

@@ -7,6 +7,8 @@ A notice is posted to the fleet's notifier, which sends it: no receiver delays a
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from datetime import timedelta
 
 from temporalio import workflow
 
@@ -20,10 +22,16 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.spec.fleet import NoticeEvent
     from relaunch.text import count_noun, join_names
     from relaunch.workflows.notifier.tell import tell_people
+    from relaunch.workflows.patches import RepeatedPatch
     from relaunch.workflows.training_job.session import Session
 
+MAX_CARRIED = 20
+"""Notices that the next run is given to post, some KB each."""
 MAX_NODES = 16
 """Nodes that a notice names."""
+CARRIED_AFTER = timedelta(minutes=2)
+"""How long a job that is to continue as new waits for a notice. Then the next run posts it; if this
+one's post arrives later still, it may open again what is resolved meanwhile."""
 
 
 class Notices:
@@ -34,6 +42,23 @@ class Notices:
         self.last = last
         """The key of the last notice that was sent; empty if what it was about is resolved."""
         self.sending: asyncio.Task[None] | None = None
+        self._unposted: list[Notice] = []
+        """On their way to the notifier, the oldest first."""
+        self._carries = RepeatedPatch("carried-notices")
+        self.is_carried = True
+        """Whether the last notice, if the run ends before it is posted, is left to the next run or
+        given up. 0.1.0 waited for it."""
+
+    def post_again(self, notices: Sequence[Notice]) -> None:
+        """Post what the run before could not."""
+        for notice in notices:
+            self._send(notice)
+
+    @property
+    def carried(self) -> tuple[Notice, ...]:
+        """What the next run has to post: the newest notice of each matter."""
+        newest = {one.key: one for one in self._unposted}
+        return tuple(newest.values())[-MAX_CARRIED:]
 
     def send_news(self) -> None:
         """Send a notice if there is news, after the one that is being sent."""
@@ -91,14 +116,19 @@ class Notices:
         )
 
     def _send(self, notice: Notice) -> None:
-        self.sending = self._session.tasks.start(
-            "notify people", self._send_after(self.sending, notice)
-        )
+        tasks = self._session.tasks
+        self._unposted.append(notice)
+        self.sending = tasks.start("notify people", self._send_after(self.sending, notice))
+        self.is_carried = self._carries.is_reached()
+        if self.is_carried:
+            tasks.mark_pausable(self.sending, CARRIED_AFTER)
 
     async def _send_after(self, before: asyncio.Task[None] | None, notice: Notice) -> None:
         if before is not None:
             await workflow.wait([before])
         await tell_people(self._session.job.spec.fleet, (notice,))
+        self._unposted.remove(notice)
+        self._session.tasks.mark_busy(asyncio.current_task())
 
 
 ASKED, WAITS, UNPROVEN = "asked ", "waits for nodes ", "stop not proven "

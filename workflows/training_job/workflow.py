@@ -54,6 +54,7 @@ with workflow.unsafe.imports_passed_through():
     )
     from relaunch.spec.policy import Strategy
     from relaunch.workflows.builds import continue_as_new, is_build_outdated
+    from relaunch.workflows.notifier.tell import finish_telling
     from relaunch.workflows.search_attributes import attributes, current_details, memo, updates
     from relaunch.workflows.training_job import commands
     from relaunch.workflows.training_job.actions import Actions
@@ -124,6 +125,7 @@ class TrainingJob(MessageHandlers):
             self._watches.start()
             self._deadline.set(start.carried.deadline)
             self._drain_timers.update()
+            self._notices.post_again(start.carried.notices)
         else:
             self._notices.resolve_failure(start.previous)
         while True:
@@ -308,8 +310,11 @@ class TrainingJob(MessageHandlers):
         hand_over_incidents(session.job)
         self._publish()
         self._notices.send_news()
-        if self._notices.sending is not None:
-            await _settle([self._notices.sending])
+        if (telling := self._notices.sending) is not None and not telling.done():
+            if self._notices.is_carried:
+                await finish_telling(telling)
+            else:
+                await _settle([telling])
         await workflow.wait_condition(workflow.all_handlers_finished)
         job = session.job
         assert job.ending is not None
@@ -368,6 +373,7 @@ class TrainingJob(MessageHandlers):
             self._claims.carried,
             self._actions.carried,
             self._orders.carried,
+            self._notices.carried,
         )
         job = session.job
         continue_as_new(
