@@ -437,6 +437,38 @@ def test_an_edited_script_is_read_and_a_module_is_noticed(node: Node, job: Json)
     assert begin(node, 4, COMMAND, **job)["warm"]["forked"]
 
 
+@pytest.mark.parametrize("how", ["named", "linked", "inherited"])
+def test_ranks_in_another_folder_start_from_nothing(
+    node: Node, job: Json, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """PYTHONPATH is relative, and the folders of two releases differ in a module."""
+    for name in ("17", "18"):
+        (tmp_path / name / "src").mkdir(parents=True)
+        (tmp_path / name / "src" / "model.py").write_text(f"RELEASE = {name}")
+        (tmp_path / name / "train.py").write_text(
+            "import model, time\nprint('runs', model.RELEASE, flush=True)\ntime.sleep(1000)\n"
+        )
+    link = tmp_path / "current"
+    link.symlink_to("17")
+    folders = {"named": ["17", "18"], "linked": ["current", "current"], "inherited": [None, None]}
+    first, second = (name and str(tmp_path / name) for name in folders[how])
+    more = {**job, "env": {"PYTHONPATH": "src"}, "warm": ["decimal"]}
+    monkeypatch.chdir(tmp_path / "17")
+    begin(node, 1, COMMAND, **{**more, "workdir": first})
+    await_standby(node)
+    assert begin(node, 2, COMMAND, **{**more, "workdir": first})["warm"]["forked"]
+    wait_for(lambda: node.log(0, 2) == node.log(1, 2) == "runs 17\n")
+    await_standby(node)
+    node.end_session()
+    monkeypatch.chdir(tmp_path / "18")
+    link.unlink()
+    link.symlink_to("18")
+    third = begin(node, 3, COMMAND, **{**more, "workdir": second})
+    wait_for(lambda: "runs" in node.log(0, 3) and "runs" in node.log(1, 3))
+    assert node.log(0, 3) == node.log(1, 3) == "runs 18\n"
+    assert third["warm"] == {"forked": False, "reason": "the working directory is another one now"}
+
+
 def test_cold_ranks_inherit_nothing_of_a_warm_shim(node: Node, job: Json) -> None:
     """With its lock or sockets they would stand for the shim after its death."""
     begin(node, 1, COMMAND, **job)

@@ -47,6 +47,15 @@ def write_hook(folder: Path) -> str:
     return str(own)
 
 
+def _find_workdir(order: Json) -> str:
+    """Return the folder that ranks run in, without links: one may lead elsewhere by now.
+
+    Raises:
+        OSError: It is the folder of this process, which was deleted.
+    """
+    return os.path.realpath(order["workdir"] or os.getcwd())
+
+
 class WarmPython:
     """A Python that has imported modules, or is about to."""
 
@@ -55,6 +64,8 @@ class WarmPython:
         self.folder = folder
         """A folder of the job's, for the hook and for what the imports print."""
         self.parsed = parse_command(spec["command"])
+        self.workdir = ""
+        """The folder that it runs in, without links."""
         self.process: Optional[processes.Process] = None
         self.link: Optional[socket.socket] = None
 
@@ -65,6 +76,7 @@ class WarmPython:
             UnsuitableCommand: The command does not start a Python that loads the hook.
             OSError: It cannot be started.
         """
+        self.workdir = _find_workdir(self.spec)
         program = self._probe()
         self._spawn(program, self.spec["command"], json.dumps(self.spec["modules"]))
 
@@ -154,6 +166,10 @@ class WarmPython:
             raise WarmError("the command is another one now")
         if order["warm"] != self.spec["modules"]:
             raise WarmError("the modules to import ahead are others now")
+        # Python has made the entries of PYTHONPATH absolute, with the folder that it was started
+        # in.
+        if _find_workdir(order) != self.workdir:
+            raise WarmError("the working directory is another one now")
         first = self.parsed.first_folder
         folder = None
         if first is not None:
