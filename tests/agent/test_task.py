@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,10 @@ PROBE = {"protocol": 1, "within": 10.0, "kernel_since": None}
 DIAGNOSE = {"protocol": 1, "id": "r1", "level": 2, "within": 20.0}
 
 
-def start(node: Node, kind: str, order: Any) -> subprocess.Popen[str]:
+def start(node: Node, kind: str, order: Any, before: Sequence[str] = ()) -> subprocess.Popen[str]:
     environment = {**os.environ, "RELAUNCH_AGENT_STATE": str(node.state)}
     words = [
+        *before,
         sys.executable,
         "-S",
         str(node.agent),
@@ -94,6 +96,24 @@ def test_a_diagnosis_gives_the_nodes_health_by_its_exit_code(node: Node, program
             stdout,
         )
     assert calls(programs, "dcgmi") == [["diag", "-r", "2", "-j"]] * 2
+
+
+def test_a_diagnosis_that_crashes_finds_no_fault(node: Node, programs: Path) -> None:
+    install_tool(programs, "dcgmi", stdout=PASS)
+    record = node.state / "held.json"
+    record.mkdir(parents=True)  # it cannot be read, as on a disk that fails
+    with start(node, "diagnose", DIAGNOSE) as process:
+        out, err = process.communicate(timeout=100)
+    assert (process.returncode, out) == (task.INCONCLUSIVE, "")
+    assert err == f"no answer: IsADirectoryError: [Errno 21] Is a directory: {str(record)!r}\n"
+
+
+def test_an_answer_that_cannot_be_printed_is_inconclusive(node: Node, programs: Path) -> None:
+    install_tool(programs, "dcgmi", stdout=PASS)
+    with start(node, "diagnose", DIAGNOSE, ["sh", "-c", 'exec "$@" > /dev/full', "sh"]) as process:
+        _, err = process.communicate(timeout=100)
+    assert process.returncode == task.INCONCLUSIVE
+    assert err == "no answer: OSError: [Errno 28] No space left on device\n"
 
 
 def test_a_stopped_diagnosis_ends_its_tool_and_is_inconclusive(node: Node, programs: Path) -> None:

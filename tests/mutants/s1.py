@@ -345,15 +345,15 @@ MUTANTS = (
         row="S1.5",
         what="exit codes 0 and 1 of a health check are confused",
         file="relaunch/backends/ecs/examine.py",
-        old="""            {0: "healthy", 1: "faulty"}.get(code, "inconclusive")
+        old="""            {0: "healthy", FAULTY: "faulty"}.get(code, "inconclusive")
 """,
-        new="""            {1: "healthy", 0: "faulty"}.get(code, "inconclusive")
+        new="""            {FAULTY: "healthy", 0: "faulty"}.get(code, "inconclusive")
 """,
         tests=(
             "tests/backends/test_ecs_node_tasks.py"
             "::test_s1_5_a_users_own_health_check_is_judged_by_exit_code",
             "tests/backends/test_ecs_node_tasks.py"
-            "::test_s1_5_a_diagnosis_without_a_log_is_judged_by_exit_code",
+            "::test_s1_5_a_fault_of_the_agents_task_needs_its_answer",
             "tests/backends/test_ecs_repairs.py"
             "::test_s1_5_with_only_a_health_check_the_node_restarts_once",
         ),

@@ -5,16 +5,19 @@ The order is an argument, the answer is lines on stdout, the result is an exit c
     python3 <agent> task probe '{"protocol": 1, …}'
 
 Exit codes: 0, it answered and a diagnosis found nothing; 1, a diagnosis found a hardware fault; 2,
-wrong usage; 3, inconclusive. A reader of the answer should judge by the answer: the exit code is
-for programs that cannot read logs.
+wrong usage; 3, inconclusive, also after an error of the agent itself. A reader of the answer should
+judge by the answer: the exit code is for programs that cannot read logs. Python ends with 1, too,
+where it cannot even begin.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
+import traceback
 from typing import Any, Iterator, List, Optional
 
 from relaunch.agent.children import COMMANDS, write
@@ -45,15 +48,23 @@ def main(arguments: List[str]) -> int:
         sys.stderr.write(f"usage: python3 <agent> task {'|'.join(KINDS)} ORDER\n")
         return MISUSED
     os.environ.setdefault("RELAUNCH_AGENT_STATE", HOST_STATE)
-    answer = _carry_out(arguments[0], arguments[1])
-    if answer is None:
+    try:
+        answer = _carry_out(arguments[0], arguments[1])
+        for text in format_answer(answer):
+            write(1, text.encode() + b"\n")
+        return exit_code(arguments[0], answer)
+    except BaseException as error:  # Python would end with 1, which means a faulty GPU
+        if isinstance(error, (NoAnswer, TimeoutError)):
+            reason = str(error)
+        else:
+            reason = traceback.format_exception_only(type(error), error)[-1].strip()
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"no answer: {reason}\n")
+            sys.stderr.flush()
         return INCONCLUSIVE
-    for text in format_answer(answer):
-        write(1, text.encode() + b"\n")
-    return exit_code(arguments[0], answer)
 
 
-def _carry_out(command: str, text: str) -> Optional[Json]:
+def _carry_out(command: str, text: str) -> Json:
     caller, ends_it = os.pipe()
 
     def end(number: int, frame: Any) -> None:
@@ -70,9 +81,6 @@ def _carry_out(command: str, text: str) -> Optional[Json]:
         return answer
     except Refusal as refused:
         return refused.answer
-    except (NoAnswer, TimeoutError) as error:
-        sys.stderr.write(f"no answer: {error}\n")
-        return None
 
 
 def _order(text: str) -> Fields:

@@ -54,6 +54,8 @@ stopTimeout says so.
 """
 FREE_LOOK = 2.0
 STOP_REASON = "relaunch: examination"
+FAULTY = 1
+"""Exit code of an examination that found a fault."""
 _ANSWER = re.compile(r"relaunch-answer(?: (\d{1,4})/(\d{1,4}))?: (.*)", re.DOTALL)
 
 
@@ -159,6 +161,11 @@ class NodeTasks:
                 else None
             )
             if answer is None:
+                if by_agent and _code(ended, container) == FAULTY:
+                    # Python ends so, too, where the agent crashes or cannot begin.
+                    return _inconclusive(
+                        f"it left no answer that can be read, only this: {_words(ended)}", FAULTY
+                    )
                 return await self._judge_exit_code(ec2_id, ended, container)
         if answer.get("outcome") == "refused":
             return Refusal(
@@ -199,7 +206,7 @@ class NodeTasks:
         """
         code = _code(task, container)
         word = (
-            {0: "healthy", 1: "faulty"}.get(code, "inconclusive")
+            {0: "healthy", FAULTY: "faulty"}.get(code, "inconclusive")
             if code is not None
             else "inconclusive"
         )
@@ -457,8 +464,8 @@ def _describe_failure(failure: RunTaskFailure) -> str:
     return failure.reason + (f" ({failure.detail})" if failure.detail else "")
 
 
-def _inconclusive(reason: str) -> dict[str, Any]:
-    return {"outcome": "done", "contract": "inconclusive", "reason": reason, "exit_code": None}
+def _inconclusive(reason: str, exit_code: int | None = None) -> dict[str, Any]:
+    return {"outcome": "done", "contract": "inconclusive", "reason": reason, "exit_code": exit_code}
 
 
 def _join_lists(agents: Any, ours: list[dict[str, Any]]) -> Any:
