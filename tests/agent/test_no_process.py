@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from real_node import (
+    PATIENCE,
     TIMES,
     Node,
     boottime,
@@ -21,7 +23,11 @@ from real_node import (
     refusal,
     wait_for,
 )
+from test_container import FOR_EVER, Container, in_shell, watched
 from test_lease import find_fence, renewing
+
+from relaunch.agent.container.container import ASKED_TO_GO
+from relaunch.backends.local_power import processes_of, signal_all
 
 USER = 65534
 AS_USER = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups"]
@@ -139,3 +145,148 @@ def test_a_guard_that_is_missing_for_less_ends_no_rank(node: Node) -> None:
     wait_for(lambda: node.pid("guard") != first, "the guard is not replaced")
     assert all(map(is_alive, pids.values()))
     assert not find_fence(node)
+
+
+# --- in a container, at its limit of processes
+
+
+Make = Callable[..., Container]
+
+
+@pytest.fixture
+def make(agent: Path) -> Iterator[Make]:
+    folder = Path(tempfile.mkdtemp(prefix="relaunch-user-"))
+    folder.chmod(0o755)
+    archive = Path(shutil.copy(agent, folder / "agent.pyz"))
+    archive.chmod(0o644)
+    (folder / "state").mkdir(mode=0o700)
+    os.chown(folder / "state", USER, USER)
+    made: list[Container] = []
+
+    def make(command: list[str], program: str = "", **order: object) -> Container:
+        path = archive
+        if program:
+            path = folder / "agent.py"
+            path.write_text(program.format(agent=str(archive), folder=str(folder)))
+        made.append(Container(folder, path, command, 1, {}, AS_USER, SYSTEM_PYTHON, **order))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.process.kill()
+        one.process.wait()
+        while left := processes_of(one.state, b"RELAUNCH_AGENT_STATE"):
+            signal_all(left, signal.SIGKILL)
+    shutil.rmtree(folder)
+
+
+def find_watch(container: Container) -> int:
+    """Return the process that tells the container of exits."""
+
+    def find() -> int:
+        own = container.process.pid
+        children = Path(f"/proc/{own}/task/{own}/children").read_text().split()
+        names = {int(pid): read_name(int(pid)) for pid in children}
+        copier = next((pid for pid, name in names.items() if name == "relaunch-copy"), 1 << 30)
+        # Those before are of the orders to prepare and start.
+        later = (pid for pid, name in names.items() if pid > copier and name == "relaunch-order")
+        return next(later, 0)
+
+    return int(wait_for(find))
+
+
+async def test_a_connection_without_a_process_is_dropped(make: Make) -> None:
+    container = make(FOR_EVER)
+    pids = container.pids()
+    wait_for(container.listens)
+    find_watch(container)
+    set_forks(container.process.pid, allowed=False)
+    with socket.create_connection(("127.0.0.1", container.port), PATIENCE) as caller:
+        assert caller.recv(1) == b""
+    set_forks(container.process.pid, allowed=True)
+    lines = await watched(container, lambda line: "heartbeat" in line)
+    assert lines[-1]["heartbeat"]["alive"] == [4]
+    assert all(map(is_alive, pids))
+
+
+WAITS = """
+trap 'echo saved; exit 0' TERM
+echo ready
+while [ ! -e "$RELAUNCH_NODE_STATE/go" ]; do sleep 0.05; done
+echo went
+exit 7
+"""
+
+
+def test_a_watch_that_gets_no_process_is_begun_again(make: Make) -> None:
+    container = make(in_shell(WAITS), port=None)
+    watch = find_watch(container)
+    set_forks(container.process.pid, allowed=False)
+    os.kill(watch, signal.SIGKILL)
+    wait_for(lambda: "the ranks are not watched until" in container.printed)
+    set_forks(container.process.pid, allowed=True)
+    (container.state / "go").touch()
+    assert container.ended() == 7
+    assert "went" in container.printed
+
+
+STUBBORN = """
+import runpy, sys
+sys.path.insert(0, {agent!r})
+from relaunch.agent.container import container
+container.STOP_TIMEOUT = 6000.0
+sys.argv[0] = {agent!r}
+runpy.run_path({agent!r}, run_name="__main__")
+"""
+"""Starts the agent so that it tries to stop ranks for longer than any test waits."""
+
+
+WITHOUT_COPIER = """
+import resource, runpy, sys
+sys.path.insert(0, {agent!r})
+from relaunch.agent.container import container
+own = container._Container._copy
+
+def copy(self):
+    container._Container._copy = own
+    resource.setrlimit(resource.RLIMIT_NPROC, (0, resource.getrlimit(resource.RLIMIT_NPROC)[1]))
+    own(self)
+
+container._Container._copy = copy
+sys.argv[0] = {agent!r}
+runpy.run_path({agent!r}, run_name="__main__")
+"""
+"""Starts the agent so that its limit is reached once the ranks run."""
+
+
+def test_output_that_gets_no_process_is_copied_later(make: Make) -> None:
+    container = make(in_shell(WAITS), WITHOUT_COPIER, port=None)
+    wait_for(lambda: "the ranks are not watched until" in container.printed)
+    assert "ready" not in container.printed
+    set_forks(container.process.pid, allowed=True)
+    wait_for(lambda: "ready" in container.printed)
+    (container.state / "go").touch()
+    assert container.ended() == 7
+    assert container.printed.count("ready") == container.printed.count("went") == 1
+
+
+def test_an_exit_code_stays_where_no_process_is_left(make: Make) -> None:
+    container = make(in_shell(WAITS), port=None)
+    wait_for(lambda: "ready" in container.printed)
+    find_watch(container)
+    set_forks(container.process.pid, allowed=False)
+    (container.state / "go").touch()
+    assert container.ended() == 7
+    assert "could not be stopped: Resource temporarily unavailable" in container.printed
+
+
+def test_ranks_are_stopped_once_there_is_a_process_again(make: Make) -> None:
+    container = make(in_shell(WAITS), STUBBORN, port=None)
+    wait_for(lambda: "ready" in container.printed)
+    find_watch(container)
+    set_forks(container.process.pid, allowed=False)
+    container.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: "the ranks cannot be stopped yet: Resource" in container.printed)
+    set_forks(container.process.pid, allowed=True)
+    assert container.ended() == ASKED_TO_GO
+    assert "saved" in container.printed

@@ -41,6 +41,10 @@ LINGER = 3.0
 """Seconds that the exit waits until a watcher has received the end: a watcher that lost its
 connection reconnects within two."""
 DRAIN_TIMEOUT = 5.0
+AGAIN_AFTER = 1.0
+"""Seconds after which what no process was left for is tried again."""
+STOP_TIMEOUT = 3.0
+"""Seconds in which an order to stop the ranks is tried again; LONGEST_GRACE comes on top."""
 BEAT = 3600.0
 """Heartbeat interval of the container's own watch, in seconds; it only waits for exits."""
 PASSED_ON = (signal.SIGTERM, signal.SIGINT)
@@ -116,6 +120,8 @@ class _Container:
         self.state = Path()
         self.grace = LONGEST_GRACE
         self.watch: Optional[Child] = None
+        self.again_at: Optional[float] = None
+        """CLOCK_MONOTONIC, when the copier and the watch are begun again; None: both were begun."""
         self.seen = 0
         self.exited: Dict[int, int] = {}
         """Exit codes by rank, in the order of the exits; -1: we stopped it."""
@@ -198,7 +204,11 @@ class _Container:
         )
 
     def _carry_out(self, command: str, /, **order: Any) -> Json:
-        answer = self._ask(command, **order)
+        try:
+            answer = self._ask(command, **order)
+        except OSError as error:
+            reason = f"the agent could not {command} the ranks: {error.strerror}"
+            raise Refusal("cannot_start", reason) from error
         if answer is None:
             raise Refusal("cannot_start", f"the agent could not {command} the ranks")
         if answer["outcome"] != "done":
@@ -209,7 +219,12 @@ class _Container:
 
     def _begin(self, command: str, /, **order: Any) -> Child:
         child = Child(self.state)
-        child.begin(0, command, {"protocol": VERSION, "token": self.token, **order})
+        try:
+            child.begin(0, command, {"protocol": VERSION, "token": self.token, **order})
+        except OSError:
+            child.close()
+            os.close(child.from_child)
+            raise
         return child
 
     def _ask(self, command: str, /, **order: Any) -> Optional[Json]:
@@ -229,9 +244,10 @@ class _Container:
     # --- while they run
 
     def _supervise(self) -> None:
-        self._copy()
-        self.watch = self._begin("watch", after_seq=0, heartbeat=BEAT)
+        self._begin_watch()
         while self.until is None or time.monotonic() < self.until:
+            if self.again_at is not None and time.monotonic() >= self.again_at:
+                self._begin_watch(is_first=False)
             if self.door is not None:
                 self.door.open()
             handles: List[Any] = [self.woken, self.told]
@@ -249,8 +265,20 @@ class _Container:
             if self.woken in ready:
                 self._handle_signals(os.read(self.woken, 4096))
 
+    def _begin_watch(self, is_first: bool = True) -> None:
+        """Begin the copier and the watch; without a process for them, the ranks run on."""
+        self.again_at = None
+        try:
+            if self.drain < 0:
+                self._copy()
+            self.watch = self._begin("watch", after_seq=self.seen, heartbeat=BEAT)
+        except OSError as error:
+            self.again_at = time.monotonic() + AGAIN_AFTER
+            if is_first:
+                _say(f"the ranks are not watched until it can be tried again: {error.strerror}")
+
     def _patience(self) -> Optional[float]:
-        times = [] if self.until is None else [self.until]
+        times = [at for at in (self.until, self.again_at) if at is not None]
         if self.door is not None and self.door.again_at is not None:
             times.append(self.door.again_at)
         return max(0.0, min(times) - time.monotonic()) if times else None
@@ -279,9 +307,19 @@ class _Container:
 
     def _stop(self) -> None:
         """Stop the ranks and their shim; watchers then receive the end of the watch."""
-        answer = self._ask("stop", stop_grace=self.grace, stuck_after=STUCK_AFTER)
+        until = time.monotonic() + STOP_TIMEOUT
+        answer, reason = None, "no answer"
+        while time.monotonic() < until:
+            try:
+                answer = self._ask("stop", stop_grace=self.grace, stuck_after=STUCK_AFTER)
+                break
+            except OSError as error:  # no process is left for it
+                if reason != error.strerror:
+                    reason = str(error.strerror)
+                    _say(f"the ranks cannot be stopped yet: {reason}")
+                time.sleep(0.1)
         if answer is None or answer["outcome"] != "done":
-            _say(f"the ranks could not be stopped: {answer['reason'] if answer else 'no answer'}")
+            _say(f"the ranks could not be stopped: {answer['reason'] if answer else reason}")
             self.until = 0.0
 
     def _hear(self, watch: Child) -> None:
@@ -299,11 +337,9 @@ class _Container:
         elif not data:  # the watch sent its end, or was killed
             watch.close()
             os.close(watch.from_child)
-            self.watch = (
-                None
-                if self.until is not None
-                else self._begin("watch", after_seq=self.seen, heartbeat=BEAT)
-            )
+            self.watch = None
+            if self.until is None:
+                self._begin_watch()
 
     def _handle_observation(self, observation: Json) -> None:
         self.seen = observation["seq"]
@@ -334,7 +370,7 @@ class _Container:
         order = (self.token["submission"], self.token["generation"])
         generation = JobState.from_row(self.state, self.token).generation(order)
         logs = {rank: generation.log_path(rank) for rank in self.ranks}
-        over, self.drain = os.pipe()
+        over, drain = os.pipe()
         parent = os.getpid()
 
         def copy() -> None:
@@ -346,10 +382,18 @@ class _Container:
             stdout.copy_logs(logs, over)
 
         # A separate process: a log driver that blocks must not block anything else.
-        self.copier = processes.fork(copy)
-        os.close(over)
+        try:
+            self.copier = processes.fork(copy)
+        except OSError:
+            os.close(drain)
+            raise
+        finally:
+            os.close(over)
+        self.drain = drain
 
     def _drain(self) -> None:
+        if self.drain < 0:
+            return
         os.close(self.drain)
         until = time.monotonic() + DRAIN_TIMEOUT
         while self.copier and time.monotonic() < until:

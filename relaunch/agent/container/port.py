@@ -119,11 +119,13 @@ class Listener:
             connection.setblocking(True)
             if len(self.connections) < CONNECTIONS:
                 own = os.getpid()
-                self.connections.append(
-                    processes.fork(
+                try:
+                    pid = processes.fork(
                         lambda: serve(self.state, connection, secret, context, self.told, own)
                     )
-                )
+                except OSError:  # no process is left for it; the client connects again
+                    return
+                self.connections.append(pid)
 
     def forget_connection(self, pid: int) -> None:
         if pid in self.connections:
