@@ -469,6 +469,22 @@ def test_ranks_in_another_folder_start_from_nothing(
     assert third["warm"] == {"forked": False, "reason": "the working directory is another one now"}
 
 
+def test_ranks_start_where_the_folder_of_the_agent_is_gone(
+    node: Node, job: Json, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    begin(node, 1, COMMAND, **job)
+    waiting = await_standby(node)
+    place.rmdir()
+    second = begin(node, 2, COMMAND, **job)
+    reason = "the folder that the agent runs in is gone: No such file or directory"
+    assert second["warm"] == {"forked": False, "reason": reason}
+    wait_for(lambda: "ran" in node.log(0, 2) and "ran" in node.log(1, 2))
+    assert not is_alive(waiting["pid"])
+
+
 def test_cold_ranks_inherit_nothing_of_a_warm_shim(node: Node, job: Json) -> None:
     """With its lock or sockets they would stand for the shim after its death."""
     begin(node, 1, COMMAND, **job)
@@ -505,7 +521,7 @@ def test_a_full_disk_is_no_reason_to_fail_after_a_silent_standby(
 
     monkeypatch.setattr(standby_module, "write_json", refuse)
     known = JobState.from_row(node.state, json.loads(highest.read_text()))
-    standby_module._record_silence(known)
+    standby_module._record_end(known, "its Python did not answer")
     assert "No space left on device" in capfd.readouterr().err
 
 

@@ -261,13 +261,19 @@ def hand_over(
     known = read_state(job)
     if known is None or known.process is None or known.state != "ready":
         return False
+    try:
+        folder = os.getcwd()
+    except OSError as error:
+        _kill(known.process)
+        _record_end(job, f"the folder that the agent runs in is gone: {error.strerror}")
+        return False
     body = {
         "agent": sys.argv[0],
         "token": token.text,
         "order": list(generation.order),
         "record": record,
         "environment": dict(os.environ),
-        "folder": os.getcwd(),
+        "folder": folder,
     }
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as caller:
@@ -286,14 +292,14 @@ def hand_over(
         return True
     # From here on it must never become the shim, whatever it has received.
     _kill(known.process)
-    _record_silence(job)
+    _record_end(job, "its Python did not answer")
     return False
 
 
-def _record_silence(job: JobState) -> None:
+def _record_end(job: JobState, reason: str) -> None:
     """Record why the standby was killed. That is no reason not to launch, on a full disk either."""
     path = _folder(job) / "standby.json"
-    record = {**(read_json(path) or {}), "state": "ended", "reason": "its Python did not answer"}
+    record = {**(read_json(path) or {}), "state": "ended", "reason": reason}
     try:
         write_json(path, record, durable=False)
     except OSError as error:
