@@ -52,6 +52,7 @@ from relaunch.job.ranks import (
 )
 from relaunch.job.state import Slot
 from relaunch.spec.environment import parse_environment
+from relaunch.spec.fleet import FleetSpec
 from relaunch.spec.job import JobSpec
 from relaunch.spec.policy import Timeouts
 from relaunch.text import join_names
@@ -342,7 +343,7 @@ class JobActivities:
         )
         given = {*environment, *secrets}
         of_fleet = self._fleets.spec(spec.fleet)
-        redact = tuple(dict.fromkeys((*spec.secrets, *spec.redact, *of_fleet.redact)))
+        redact = list_redacted(spec, of_fleet)
         warm = of_fleet.warm if spec.launcher == "none" else ()
         unwatched = input.timeouts.unwatched
         orders = {}
@@ -603,6 +604,11 @@ def _retry_or_return(error: NodesUnreachable, give_up: LaunchRanksOutput) -> Lau
             str(error), type="NodesUnreachable", next_retry_delay=LAUNCH_RETRY_DELAY
         ) from error
     return give_up
+
+
+def list_redacted(spec: JobSpec, fleet: FleetSpec) -> tuple[str, ...]:
+    """Return the names of the variables whose values are replaced in what leaves a node."""
+    return tuple(dict.fromkeys((*spec.secrets, *spec.redact, *fleet.redact)))
 
 
 def make_environment(

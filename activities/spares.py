@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from temporalio.exceptions import ApplicationError
 
-from relaunch.activities.launch import make_environment
+from relaunch.activities.launch import list_redacted, make_environment
 from relaunch.activities.reports import WarmSpares
 from relaunch.backends.base import (
     Backend,
@@ -141,6 +141,7 @@ class SpareKeeper:
                 secrets=secrets,
                 inherit_env=spec.inherit_env,
                 env_defaults=find_defaults(spec, environment, secrets),
+                redact=list_redacted(spec, self.fleets.spec(spec.fleet)),
             )
 
         return make

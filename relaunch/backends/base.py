@@ -204,6 +204,7 @@ class WarmOrder:
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     inherit_env: bool = True
     env_defaults: tuple[str, ...] = ()
+    redact: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

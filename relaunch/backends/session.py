@@ -211,6 +211,7 @@ class AgentSession:
             "inherit_env": order.inherit_env,
             "env_defaults": list(order.env_defaults),
             "warm": list(order.modules),
+            **({"redact": order.redact} if order.redact else {}),
             **_whose(order.fleet),
         }
         answer = await self._call(

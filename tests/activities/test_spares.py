@@ -70,6 +70,14 @@ async def test_a_job_has_few_spares_import_and_passes_over_others() -> None:
     assert {node for node, _ in spares.orders} == {"s5", "s6", "s7", "s8"}
 
 
+async def test_an_order_names_the_variables_to_redact() -> None:
+    spares = Spares(make_fleet(1, redact=["FLEET_*"]))
+    keeper = make_keeper(spares, redact=["OWN"])
+    keeper.used.discard("s0")
+    await keeper.order_once()
+    assert [order.redact for _, order in spares.orders] == [("OWN", "FLEET_*")]
+
+
 async def test_an_order_has_what_ranks_of_the_job_would_have() -> None:
     spares = Spares(make_fleet(2))
     await make_keeper(spares, env={"A": "1"}, nproc_per_node=2, workdir="/w").order_once()

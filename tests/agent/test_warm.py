@@ -437,6 +437,34 @@ def test_an_edited_script_is_read_and_a_module_is_noticed(node: Node, job: Json)
     assert begin(node, 4, COMMAND, **job)["warm"]["forked"]
 
 
+TOKEN_VALUE = "t0ken-of-forty-characters-0123456789abcde"
+
+
+@pytest.mark.parametrize("before", ["refused: ", "x" * 190])
+def test_an_import_error_has_no_value_of_a_secret(node: Node, job: Json, before: str) -> None:
+    (Path(job["workdir"]) / "logs_in.py").write_text(
+        f"import os\nraise RuntimeError({before!r} + os.environ['TOKEN'] + '.')\n"
+    )
+    more = {**job, "env": {**job["env"], "TOKEN": TOKEN_VALUE}, "warm": ["logs_in"]}
+    begin(node, 1, COMMAND, **more, redact=["TOKEN"])
+    recorded = await_standby(node, "cold")
+    expected = f"logs_in cannot be imported (RuntimeError: {before}[redacted TOKEN].)"
+    assert recorded["reason"] == expected
+    assert begin(node, 2, COMMAND, **more, redact=["TOKEN"])["warm"]["reason"] == expected
+
+
+def test_a_name_to_redact_counts_from_the_next_launch(node: Node, job: Json) -> None:
+    """The standby of the launch before knows nothing of it."""
+    (Path(job["workdir"]) / "logs_in.py").write_text(
+        "import os\nraise RuntimeError(os.environ['TOKEN'])\n"
+    )
+    more = {**job, "env": {**job["env"], "TOKEN": TOKEN_VALUE}, "warm": ["logs_in"]}
+    begin(node, 1, COMMAND, **more)
+    assert TOKEN_VALUE in await_standby(node, "cold")["reason"]
+    reason = begin(node, 2, COMMAND, **more, redact=["TOKEN"])["warm"]["reason"]
+    assert reason == "logs_in cannot be imported (RuntimeError: [redacted TOKEN])"
+
+
 @pytest.mark.parametrize("how", ["named", "linked", "inherited"])
 def test_ranks_in_another_folder_start_from_nothing(
     node: Node, job: Json, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str

@@ -145,6 +145,18 @@ def test_what_cannot_be_imported_is_not_tried_again(node: Node, job: Json) -> No
     wait_for(lambda: not is_alive(cold["pid"]))
 
 
+def test_a_spare_tells_no_value_of_a_secret(node: Node, job: Json) -> None:
+    (Path(job["workdir"]) / "logs_in.py").write_text(
+        "import os\nraise RuntimeError(os.environ['TOKEN'])\n"
+    )
+    env = {"TOKEN": "t0ken-0123456789", "PYTHONPATH": job["workdir"]}
+    more = {**job, "env": env, "warm": ["logs_in"]}
+    expected = "logs_in cannot be imported (RuntimeError: [redacted TOKEN])"
+    expect_done(warm(node, more))
+    assert "t0ken-0123456789" in await_standby(node, "cold")["reason"]
+    assert expect_done(warm(node, more, redact=["TOKEN"]))["reason"] == expected
+
+
 @pytest.mark.long
 def test_a_job_that_imports_nothing_ahead_any_more_starts_cold(node: Node, job: Json) -> None:
     expect_done(warm(node, job))

@@ -366,6 +366,15 @@ async def test_a_retired_session_says_that_0_1_0_imports_nothing(opened: Open) -
     assert not session.is_open
 
 
+async def test_an_order_to_a_spare_names_variables_to_redact(opened: Open) -> None:
+    echo = '{"outcome": "refused", "why": "env", "reason": order["order"]["redact"][0]}'
+    program = AGENT.replace('{"protocol": 1}', '{"protocol": 1, "key": "0" * 32}')
+    session = opened({}, program.replace('answers.get(order["command"])', echo))
+    order = WarmOrder(TOKEN, "lab", 60.0, ("t",), None, {}, (), ("torch",), redact=("TOKEN",))
+    refused = await session.warm(order)
+    assert isinstance(refused, Refusal) and refused.reason == "TOKEN"
+
+
 class StuckPipe:
     """A pipe whose node takes nothing more once a command is to be closed."""
 

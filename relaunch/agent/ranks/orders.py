@@ -33,6 +33,7 @@ from relaunch.agent.protocol import (
 )
 from relaunch.agent.ranks import master_port, peers, retention, shim, spawn, standby
 from relaunch.agent.ranks.progress import read_last_step
+from relaunch.agent.ranks.redact import Redactor
 from relaunch.agent.ranks.stop import await_records, find_living, stop_all
 from relaunch.agent.state import (
     MAX_GENERATIONS,
@@ -278,6 +279,7 @@ def _parse_program(order: Fields) -> Json:
         "inherit_env": order.flag("inherit_env", True),
         "env_defaults": order.strings("env_defaults", []),
         "warm": order.strings("warm", []),
+        "redact": _parse_names(order),
     }
 
 
@@ -327,7 +329,6 @@ def _parse_start_order(order: Fields, count: int | None) -> Json:
         "separate_stderr": order.flag("separate_stderr", False),
         "umask": umask,
         "limits": _parse_limits(order),
-        "redact": _parse_names(order),
     }
     if order.order.get("launched") is not None:
         started["launched"] = _parse_launched(Fields(order.order["launched"], "launched."))
@@ -387,7 +388,7 @@ def start(state: Path, order: Fields) -> Json:
         launch = generation.launch
         if launch is None and generation.has_live_shim():
             answer = _ask_shim(generation, launch_order)
-            return _keep_warm(job, launch_order, answer) if launch_order["warm"] else answer
+            return _keep_warm(job, generation, launch_order, answer)
         if launch is None:
             if (
                 prepared["answer"]["boot_id"] == read_boot_id(state)
@@ -416,20 +417,24 @@ def start(state: Path, order: Fields) -> Json:
         }
 
 
-def _keep_warm(job: JobState, order: Json, answer: Json) -> Json:
+def _keep_warm(job: JobState, generation: Generation, order: Json, answer: Json) -> Json:
     """Leave a standby behind for the next generation; return the answer with how this one began.
 
     A failure of it is no failure of the launch.
     """
-    if answer["outcome"] != "done":
+    if answer["outcome"] != "done" or not order["warm"]:
         return answer
     if "launched" in order:
         reason = "their launcher starts them"
         return {**answer, "warm": {"forked": False, "reason": reason}}
     known = standby.read_state(job)
-    if "warm" not in answer and known is not None:
-        reason = known.reason or "its Python was not ready yet"
-        answer = {**answer, "warm": {"forked": False, "reason": reason}}
+    began = answer.get("warm")
+    if began is None and known is not None:
+        began = {"forked": False, "reason": known.reason or "its Python was not ready yet"}
+    if began is not None:
+        # Also here: the standby knew the names of the launch that it was left behind by.
+        reason = Redactor.read(generation).redact(began["reason"])
+        answer = {**answer, "warm": {**began, "reason": reason}}
     try:
         standby.leave_behind(job, order)
     except (OSError, Refusal) as error:

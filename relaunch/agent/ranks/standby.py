@@ -32,7 +32,7 @@ from relaunch.agent import disk, processes
 from relaunch.agent.failpoints import reach_failpoint
 from relaunch.agent.loop import is_from_this_user
 from relaunch.agent.protocol import Json, Refusal, Token, now, parse_token
-from relaunch.agent.ranks import journal, shim, spawn
+from relaunch.agent.ranks import journal, redact, shim, spawn
 from relaunch.agent.state import Generation, JobState, read_boot_id, read_json, write_json
 from relaunch.agent.warm.command import UnsuitableCommand
 from relaunch.agent.warm.python import WarmError, WarmPython
@@ -61,6 +61,8 @@ MAX_KEEP = 3600.0
 MAX_ON_SPARE = 4
 """Most standbys that are started on a node that runs nothing. Each holds the memory of its
 imports, and is of a job that may never come."""
+MAX_REASON = 300
+"""Characters of a reason that are recorded. Agents of other releases read it as it is."""
 _MAX_MESSAGE = 1 << 22
 
 
@@ -121,7 +123,13 @@ def _make_spec(order: Json) -> Json:
         "command": order["command"],
         "workdir": order["workdir"],
         "environment": spawn.make_shared_environment(dict(os.environ), order),
+        "redact": order.get("redact", []),
     }
+
+
+def _make_redactor(spec: Json) -> redact.Redactor:
+    """Return what replaces values that an error at an import may have in its text."""
+    return redact.Redactor(redact.make_record([spec["environment"]], spec["redact"]))
 
 
 def leave_behind(job: JobState, order: Json) -> None:
@@ -172,7 +180,7 @@ def keep(job: JobState, order: Json, seconds: float) -> Json:
         known = read_state(job)
     if known is None or known.process is None:
         return {"state": "ended", "reason": "its process has ended at once"}
-    return {"state": known.state, "reason": known.reason}
+    return {"state": known.state, "reason": _make_redactor(spec).redact(known.reason)}
 
 
 def end(job: JobState) -> None:
@@ -471,8 +479,7 @@ class Standby:
                     self.state = "ready"
                 except WarmError as error:
                     # One that was ready and has ended says nothing about the next one.
-                    self.state = "cold" if self.state == "importing" else "ended"
-                    self.reason = str(error)
+                    self._set_reason("cold" if self.state == "importing" else "ended", error)
                     self._end_python()
                 self._record()
 
@@ -482,9 +489,13 @@ class Standby:
             self.python = WarmPython(self.spec, self.folder)
             self.python.start()
         except (UnsuitableCommand, OSError) as error:
-            self.state, self.reason = "cold", str(error)
+            self._set_reason("cold", error)
             self._end_python()
         self._record()
+
+    def _set_reason(self, state: str, error: Exception) -> None:
+        self.state = state
+        self.reason = _make_redactor(self.spec).redact(str(error))[:MAX_REASON]
 
     def _end_python(self) -> None:
         if self.python is not None:

@@ -40,6 +40,8 @@ NATIVE_PREFIXES = (
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 HARMLESS = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 MAX_NAMED_THREADS = 4
+MAX_ERROR = 16384
+"""Characters of an error that are sent."""
 PARENT_TIMEOUT = 10.0
 """Seconds for the process between this one and a rank to end. It has nothing left to do."""
 
@@ -359,7 +361,8 @@ class Parent:
                 try:
                     importlib.import_module(module)
                 except BaseException as error:
-                    text = " ".join(str(error).split())[:200]
+                    # Shortened where values are replaced: half of one would not be found.
+                    text = " ".join(str(error).split())[:MAX_ERROR]
                     raise Unsuitable(
                         "%s cannot be imported (%s: %s)" % (module, type(error).__name__, text)
                     ) from None
