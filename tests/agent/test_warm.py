@@ -437,6 +437,77 @@ def test_an_edited_script_is_read_and_a_module_is_noticed(node: Node, job: Json)
     assert begin(node, 4, COMMAND, **job)["warm"]["forked"]
 
 
+def await_ready(node: Node) -> None:
+    """Wait for a standby that is started in place of one that has ended or is cold."""
+
+    def is_ready() -> bool:
+        paths = node.state.glob("jobs/*/warm/standby.json")
+        return any(json.loads(path.read_text())["state"] == "ready" for path in paths)
+
+    wait_for(is_ready, "no other standby is started")
+
+
+@pytest.mark.parametrize(
+    ("dies", "state"),
+    [("os.kill(os.getpid(), 9)", "ended"), ("os.abort()", "cold"), ("os._exit(3)", "cold")],
+    ids=["killed", "crashed", "left"],
+)
+def test_only_what_the_program_does_itself_stays_cold(
+    node: Node, job: Json, dies: str, state: str
+) -> None:
+    """As when the kernel kills a Python for want of memory, the modules are not at fault."""
+    folder = Path(job["workdir"])
+    (folder / "large.py").write_text(f"import os\nif not os.path.exists('go'):\n    {dies}\n")
+    more = {**job, "warm": ["large"]}
+    begin(node, 1, COMMAND, **more)
+    reason = await_standby(node, state)["reason"]
+    assert reason == ("its Python was killed by SIGKILL" if state == "ended" else "it has ended")
+    (folder / "go").touch()
+    assert begin(node, 2, COMMAND, **more)["warm"] == {"forked": False, "reason": reason}
+    if state == "ended":
+        await_ready(node)
+        assert begin(node, 3, COMMAND, **more)["warm"]["forked"]
+    else:
+        assert begin(node, 3, COMMAND, **more)["warm"]["reason"] == reason
+
+
+def test_a_failing_disk_is_no_reason_to_stay_cold(node: Node, job: Json) -> None:
+    """A file is where the folder of the hook would be: it cannot be made."""
+    begin(node, 1, COMMAND, **{**job, "warm": []})
+    folder = node.folder(1).parent / "warm"
+    folder.mkdir()
+    (folder / "path").touch()
+    assert "warm" not in begin(node, 2, COMMAND, **job)
+    assert "File exists" in await_standby(node, "ended")["reason"]
+    (folder / "path").unlink()
+    assert "File exists" in begin(node, 3, COMMAND, **job)["warm"]["reason"]
+    await_ready(node)
+    assert begin(node, 4, COMMAND, **job)["warm"]["forked"]
+
+
+SLOW_PROGRAM = """
+import sys
+from pathlib import Path
+from relaunch.agent.warm import python
+python.PROBE_TIMEOUT = 0.01
+program = Path(sys.argv[1]) / "python3"
+program.write_text("#!/bin/sh\\nexec sleep 1000\\n")
+program.chmod(0o755)
+command = [str(program), "train.py"]
+spec = {"modules": [], "command": command, "workdir": "/", "environment": {"PATH": sys.argv[2]}}
+try:
+    python.WarmPython(spec, Path(sys.argv[1])).start()
+except python.WarmInterruption as error:
+    print(error)
+"""
+
+
+def test_a_python_that_starts_too_slowly_is_no_other_program(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", SLOW_PROGRAM, str(tmp_path), os.environ["PATH"]]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout == "it did not answer within 0.01 s\n"
+
+
 TOKEN_VALUE = "t0ken-of-forty-characters-0123456789abcde"
 
 

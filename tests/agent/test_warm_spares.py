@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from real_node import Node, expect_done, is_alive, read_name, refusal, token, wait_for
-from test_warm import COMMAND, SCRIPT, await_standby, begin, count_ranks
+from test_warm import COMMAND, SCRIPT, await_ready, await_standby, begin, count_ranks
 
 from relaunch.agent.ranks import standby
 
@@ -143,6 +143,27 @@ def test_what_cannot_be_imported_is_not_tried_again(node: Node, job: Json) -> No
     first = begin(node, 1, COMMAND, **more)
     assert "no_such_module cannot be imported" in first["warm"]["reason"]
     wait_for(lambda: not is_alive(cold["pid"]))
+
+
+def test_a_spare_pauses_after_a_python_that_was_killed(node: Node, job: Json) -> None:
+    """Orders come every 30 s; a launch starts another at once."""
+    folder = Path(job["workdir"])
+    (folder / "large.py").write_text(
+        "import os\nif not os.path.exists('go'):\n    os.kill(os.getpid(), 9)\n"
+    )
+    more = {**job, "env": {"PYTHONPATH": str(folder)}, "warm": ["large"]}
+    expect_done(warm(node, more))
+    ended = await_standby(node, "ended")
+    answer = expect_done(warm(node, more))
+    assert answer["state"] == "ended"
+    assert answer["reason"] == "its Python was killed by SIGKILL"
+    assert await_standby(node, "ended")["pid"] == ended["pid"]
+    assert is_alive(ended["pid"])
+    (folder / "go").touch()
+    assert not begin(node, 1, COMMAND, **more)["warm"]["forked"]
+    await_ready(node)
+    assert not is_alive(ended["pid"])
+    assert begin(node, 2, COMMAND, **more)["warm"]["forked"]
 
 
 def test_a_spare_tells_no_value_of_a_secret(node: Node, job: Json) -> None:

@@ -35,7 +35,7 @@ from relaunch.agent.protocol import Json, Refusal, Token, now, parse_token
 from relaunch.agent.ranks import journal, redact, shim, spawn
 from relaunch.agent.state import Generation, JobState, read_boot_id, read_json, write_json
 from relaunch.agent.warm.command import UnsuitableCommand
-from relaunch.agent.warm.python import WarmError, WarmPython
+from relaunch.agent.warm.python import WarmError, WarmInterruption, WarmPython
 
 START_DELAY = 10.0
 """Seconds after a launch before its Python is started: the ranks themselves import first."""
@@ -61,6 +61,8 @@ MAX_KEEP = 3600.0
 MAX_ON_SPARE = 4
 """Most standbys that are started on a node that runs nothing. Each holds the memory of its
 imports, and is of a job that may never come."""
+RETRY_INTERVAL = 300.0
+"""Seconds until a spare starts another one after one that ended before it was ready."""
 MAX_REASON = 300
 """Characters of a reason that are recorded. Agents of other releases read it as it is."""
 _MAX_MESSAGE = 1 << 22
@@ -70,7 +72,11 @@ class WarmState(NamedTuple):
     """What a standby has recorded of itself."""
 
     state: str
-    """`waiting`, `importing`, `ready`, `ended`, or `cold`: no other one would be ready either."""
+    """`waiting`, `importing`, `ready`, `ended`, or `cold`: no other one would be ready either.
+
+    `cold` is only by what the program does. One that was killed, or found no memory, process or
+    disk, has `ended`, and the next launch starts another.
+    """
     reason: str
     """Why it is cold or has ended, or an empty text."""
     process: Optional[processes.Process]
@@ -142,8 +148,10 @@ def leave_behind(job: JobState, order: Json) -> None:
     known = read_state(job)
     is_same = record.get("digest") == _digest(spec)
     _wanted_file(job).unlink(missing_ok=True)  # from here on its generation says how long
-    if known is not None and is_same and (known.process is not None or known.state == "cold"):
-        return
+    if known is not None and is_same:
+        is_alive = known.process is not None and known.state != "ended"
+        if is_alive or known.state == "cold":
+            return
     _start(job, spec, known)
 
 
@@ -356,6 +364,8 @@ class Standby:
         self.start_at = now() + (float(delay) if delay else START_DELAY)
         self.seen_at = now()
         """When the generation was last seen to run."""
+        self.rests_until = 0.0
+        """Until when one that has ended keeps a spare from starting another."""
 
     def run(self, recorded: int) -> None:
         """Run until there is nothing to wait for.
@@ -384,14 +394,17 @@ class Standby:
             self._wait(listener)
             if self.state == "waiting" and now() >= self.start_at:
                 self._start_python()
-            # A cold one has no process below it. It stays for as long as it would be started again.
-            if self.state == "ended" or (self.state == "cold" and not self._is_renewed()):
+            # Such a one has no process below it. It stays while it would be started again.
+            if self.state in ("cold", "ended") and not (self._is_resting() and self._is_renewed()):
                 break
         else:
             self.state, self.reason = "ended", "the generation before was fenced, or long ago"
             self._record()
         self._end_python()
         self._remove_unused()
+
+    def _is_resting(self) -> bool:
+        return self.state == "cold" or now() < self.rests_until
 
     def _remove_unused(self) -> None:
         """Remove the folder of a job that was never launched here, unless it is wanted again."""
@@ -479,7 +492,8 @@ class Standby:
                     self.state = "ready"
                 except WarmError as error:
                     # One that was ready and has ended says nothing about the next one.
-                    self._set_reason("cold" if self.state == "importing" else "ended", error)
+                    is_cold = self.state == "importing" and not isinstance(error, WarmInterruption)
+                    self._set_reason("cold" if is_cold else "ended", error)
                     self._end_python()
                 self._record()
 
@@ -488,12 +502,15 @@ class Standby:
         try:
             self.python = WarmPython(self.spec, self.folder)
             self.python.start()
-        except (UnsuitableCommand, OSError) as error:
-            self._set_reason("cold", error)
+        except (UnsuitableCommand, WarmInterruption, OSError) as error:
+            is_cold = isinstance(error, UnsuitableCommand)
+            self._set_reason("cold" if is_cold else "ended", error)
             self._end_python()
         self._record()
 
     def _set_reason(self, state: str, error: Exception) -> None:
+        if self.state == "importing":
+            self.rests_until = now() + RETRY_INTERVAL
         self.state = state
         self.reason = _make_redactor(self.spec).redact(str(error))[:MAX_REASON]
 

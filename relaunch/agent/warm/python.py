@@ -13,6 +13,7 @@ import pkgutil
 import select
 import signal
 import socket
+import time
 from pathlib import Path
 from typing import List, NoReturn, Optional, Tuple
 
@@ -24,8 +25,14 @@ PROBE_TIMEOUT = 60.0
 """Timeout in seconds for Python itself to start. A cold network file system takes long."""
 ANSWER_TIMEOUT = 5.0
 """Timeout in seconds for an answer while a launch waits. A fork of a large process takes 0.05."""
+END_TIMEOUT = 5.0
+"""Timeout in seconds for it to be gone once its socket is closed, which takes milliseconds."""
+NOT_STARTED = 127
+"""Exit code where it could not be executed."""
 SPACE = 16384
 """Bytes by which the environment of a rank may be larger than that of the Python at its start."""
+FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM)
+"""Signals that no crash sends."""
 _MAX_MESSAGE = 1 << 20
 Spec = Json
 """`modules`, `command`, `workdir` and `environment`: with what the Python is started."""
@@ -33,6 +40,10 @@ Spec = Json
 
 class WarmError(Exception):
     """No rank can be forked from it; the text says why."""
+
+
+class WarmInterruption(WarmError):
+    """The same, for a reason that has nothing to do with the command and the modules."""
 
 
 def write_hook(folder: Path) -> str:
@@ -74,6 +85,7 @@ class WarmPython:
 
         Raises:
             UnsuitableCommand: The command does not start a Python that loads the hook.
+            WarmInterruption: It was killed, or is too slow.
             OSError: It cannot be started.
         """
         self.workdir = _find_workdir(self.spec)
@@ -95,6 +107,8 @@ class WarmPython:
         self._spawn(program, [name, *self.parsed.options, "-c", ""], "probe")
         try:
             answer = self._receive(PROBE_TIMEOUT)
+        except WarmInterruption:
+            raise
         except WarmError as error:
             raise UnsuitableCommand(f"{name} does not load `sitecustomize` ({error})") from None
         finally:
@@ -146,7 +160,7 @@ class WarmPython:
             os.execve(program, command, environment)
         except BaseException as error:  # never continue as a second agent
             os.write(2, f"relaunch: {program} cannot be started ahead: {error}\n".encode())
-        os._exit(127)
+        os._exit(NOT_STARTED)
 
     def take_news(self) -> Json:
         """Return what it has to say, once `link` can be read.
@@ -222,17 +236,36 @@ class WarmPython:
         poll = select.poll()
         poll.register(self.link, select.POLLIN)
         if not poll.poll(timeout * 1000):
-            raise WarmError(f"it did not answer within {timeout:g} s")
+            raise WarmInterruption(f"it did not answer within {timeout:g} s")
         try:
             data = self.link.recv(_MAX_MESSAGE)
             answer = json.loads(data) if data else None
         except (OSError, ValueError) as error:
             raise WarmError(str(error)) from None
         if not isinstance(answer, dict):
-            raise WarmError("it has ended")
+            raise self._explain_end()
         if "cold" in answer:
             raise WarmError(str(answer["cold"]))
         return answer
+
+    def _explain_end(self) -> WarmError:
+        """Return how it ended: the kernel kills where memory is short, a crash is its own."""
+        if self.process is None:
+            return WarmError("it has ended")
+        deadline = time.monotonic() + END_TIMEOUT
+        try:
+            pid, status = os.waitpid(self.process.pid, os.WNOHANG)
+            while not pid and time.monotonic() < deadline:
+                time.sleep(0.002)
+                pid, status = os.waitpid(self.process.pid, os.WNOHANG)
+        except ChildProcessError:  # a shim reaps whatever ends
+            pid = 0
+        if pid and os.WIFSIGNALED(status) and os.WTERMSIG(status) in FROM_OUTSIDE:
+            name = signal.Signals(os.WTERMSIG(status)).name
+            return WarmInterruption(f"its Python was killed by {name}")
+        if pid and os.WIFEXITED(status) and os.WEXITSTATUS(status) == NOT_STARTED:
+            return WarmInterruption("its Python could not be started")
+        return WarmError("it has ended")
 
     def kill(self) -> None:
         """Kill and reap it, if it lives. Its forked ranks are children of the shim, and stay."""
