@@ -26,6 +26,7 @@ from real_node import (
 from test_container import FOR_EVER, Container, in_shell, watched
 from test_lease import find_fence, renewing
 
+from relaunch.agent import processes
 from relaunch.agent.container.container import ASKED_TO_GO
 from relaunch.backends.local_power import processes_of, signal_all
 
@@ -98,13 +99,22 @@ def test_no_rank_is_started_without_a_guard(node: Node) -> None:
     assert all(map(is_alive, expect_done(node.start())["pids"].values()))
 
 
+def list_named_children(node: Node, session: int) -> dict[int, str] | None:
+    """Return the names of a session's children by pid; None while one has just been forked."""
+    found = [processes.read_process(pid) for pid in node.list_processes()]
+    own = [one.pid for one in found if one is not None and one.parent == session]
+    names = {pid: read_name(pid) for pid in own}
+    return names if all(name.startswith("relaunch-") for name in names.values()) else None
+
+
 def test_a_session_that_cannot_fork_refuses_and_goes_on(node: Node) -> None:
     pids = node.run(1)
     watch = node.watch()
     watch.read_until("heartbeat")
     session = node.session().pid
     set_forks(session, allowed=False)
-    idle = [pid for pid in node.list_processes() if read_name(pid) == "relaunch-idle"]
+    children = wait_for(lambda: list_named_children(node, session))
+    idle = [pid for pid, name in children.items() if name == "relaunch-idle"]
     for pid in idle:
         os.kill(pid, signal.SIGKILL)
     wait_for(lambda: not any(map(is_alive, idle)))

@@ -36,7 +36,9 @@ def await_standby(node: Node, state: str = "ready") -> Json:
     def is_so() -> Json | None:
         for path in node.state.glob("jobs/*/warm/standby.json"):
             record: Json = json.loads(path.read_text())
-            if record["state"] in (state, "cold"):
+            # One that was killed has left its record.
+            is_stale = record["state"] == "ready" and not is_alive(record["pid"])
+            if record["state"] in (state, "cold") and not is_stale:
                 return record
         return None
 
