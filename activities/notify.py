@@ -42,6 +42,10 @@ TOPIC = "topic"
 """Name of the channel of a backend that notifies people itself."""
 
 
+MAX_UNKNOWN = 6
+"""Workers that do not know the fleet of a notice, half a minute, until it is given up."""
+
+
 class PeopleActivities:
     def __init__(self, fleets: Fleets, client: Client, task_queue: str, web_ui: str = "") -> None:
         self._fleets = fleets
@@ -58,12 +62,16 @@ class PeopleActivities:
         The first one starts the notifier of the fleet.
 
         Raises:
-            ApplicationError: this worker has no such fleet; another one may.
+            ApplicationError: this worker has no such fleet; another one may. After `MAX_UNKNOWN`
+                attempts it is final: the end of a job may wait for it.
         """
         try:
             channels = self._find_channels(input.fleet)
         except KeyError as error:
-            raise ApplicationError(str(error.args[0]), type=FLEET_UNKNOWN) from None
+            is_last = activity.info().attempt >= MAX_UNKNOWN
+            raise ApplicationError(
+                str(error.args[0]), type=FLEET_UNKNOWN, non_retryable=is_last
+            ) from None
         if not channels:
             return f"fleet {input.fleet} has no way to notify people"
         await self._client.start_workflow(
@@ -83,13 +91,17 @@ class PeopleActivities:
         """Send a message to the channels that it is for, to all at once.
 
         Raises:
-            ApplicationError: this worker has no such fleet; another one may.
+            ApplicationError: this worker has no such fleet; another one may. It cannot be retried
+                if no worker has tried to send it before.
         """
         delivery = input.delivery
         try:
             channels = self._find_channels(input.fleet)
         except KeyError as error:
-            raise ApplicationError(str(error.args[0]), type=FLEET_UNKNOWN) from None
+            is_unsent = activity.info().attempt == 1
+            raise ApplicationError(
+                str(error.args[0]), type=FLEET_UNKNOWN, non_retryable=is_unsent
+            ) from None
         chosen: dict[str, tuple[Notice, ...]] = {}
         for name, channel in channels.items():
             if delivery.channels is None or name in delivery.channels:

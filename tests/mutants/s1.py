@@ -561,7 +561,7 @@ MUTANTS = (
         row="S1.7",
         what="a job sends its notices itself, and ends once they are delivered",
         file="workflows/training_job/notices.py",
-        old="""        await tell_people(self._session.job.spec.fleet, (notice,))
+        old="""        await tell_people(self._session.job.spec.fleet, (notice,), within)
 """,
         new="""        from datetime import timedelta
 

@@ -88,7 +88,7 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.text import escape_markdown
     from relaunch.workflows.node_repair.orders import examine_node, read_terms, send_order
     from relaunch.workflows.node_repair.permits import Permits
-    from relaunch.workflows.notifier.tell import tell_people
+    from relaunch.workflows.notifier.tell import END_TIMEOUT, tell_people
     from relaunch.workflows.search_attributes import (
         NODES,
         STRATEGY,
@@ -101,9 +101,9 @@ STRATEGY_TIMEOUT = timedelta(minutes=45)
 """For a strategy that an examination calls for, with the examination that proves it: a reboot takes
 up to 25 minutes, DCGM 15."""
 MAX_TIMER_SUMMARY = 200
-TELL_TIMEOUT = timedelta(minutes=10)
-"""How long a repair that has ended waits for its notices to be posted. A job may wait for it, but a
-worker that can post none can hardly do anything else for the job."""
+TELL_TIMEOUT = timedelta(seconds=10)
+"""How long a repair that a job waits for waits for its notices to be posted: the job waits 15 s
+longer than the repair may take."""
 
 ASKING_PROBES_PATCH = "probe-while-asked"
 """Repairs that began before it wait for the answer only."""
@@ -218,7 +218,8 @@ class NodeRepair:
     async def _report_end(self, end: FinishRepair) -> NodeRepairResult:
         await self._run_to_end(self._permits.report_end(end, self._find_healing(end)))
         if (telling := self._telling) is not None and not telling.done():
-            await self._run_to_end(_finish(telling, TELL_TIMEOUT))
+            within = TELL_TIMEOUT if self._input.job else END_TIMEOUT
+            await self._run_to_end(_finish(telling, within))
         return NodeRepairResult(self._input.node, end.outcome, end.reason, end.verdict)
 
     def _find_healing(self, end: FinishRepair) -> Healing | None:

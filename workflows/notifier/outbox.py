@@ -110,6 +110,8 @@ def record_results(
     result: DeliveryResult | None,
     now: datetime,
     is_current: Callable[[], bool] = lambda: True,
+    *,
+    may_have_arrived: bool = True,
 ) -> Outbox:
     """Record what came of sending a message.
 
@@ -119,6 +121,7 @@ def record_results(
         result: What came of it; None: nothing is known of any channel.
         now: Time by the workflow's clock.
         is_current: Asked where 0.1.0 decided otherwise: whether this release decides.
+        may_have_arrived: Whether a channel may have the message of which nothing is known.
     """
     delivery = next((one for one in outbox.deliveries if one.number == number), None)
     if delivery is None:
@@ -127,7 +130,7 @@ def record_results(
     outbox = replace(outbox, deliveries=others)
     missed = delivery.channels
     if result is None:
-        if is_current():
+        if may_have_arrived and is_current():
             outbox = _record_unknown(outbox, delivery)
     else:
         outbox = _record_channels(outbox, result, now)

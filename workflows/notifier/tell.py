@@ -13,9 +13,10 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.activities.notify import PeopleActivities
     from relaunch.messages.notices import Notice, TellPeopleInput
 
+NOTICE_TIMEOUT = timedelta(minutes=2)
+"""After this 0.1.0 gave a notice up."""
 END_TIMEOUT = timedelta(minutes=10)
-"""How long a run that ends for good waits until its notices are posted. No worker may know the
-fleet any more."""
+"""How long a run that ends for good waits until its notices are posted."""
 AWAY = timedelta(minutes=1)
 """A timer that is seen to have ended this long ago shows that no worker ran meanwhile."""
 ATTEMPT_TIMEOUT = timedelta(seconds=20)
@@ -26,8 +27,10 @@ NOTICE_RETRY = RetryPolicy(
 )
 
 
-async def tell_people(fleet: str, notices: tuple[Notice, ...]) -> None:
-    """Post notices to the notifier of a fleet, however long no worker can do so.
+async def tell_people(
+    fleet: str, notices: tuple[Notice, ...], within: timedelta | None = None
+) -> None:
+    """Post notices to the notifier of a fleet, however long no worker can do so, or within a time.
 
     Nothing posts them again: who calls this has noted that people know. It takes a worker that
     knows the fleet, and a signal, so it waits for no receiver.
@@ -38,6 +41,7 @@ async def tell_people(fleet: str, notices: tuple[Notice, ...]) -> None:
             PeopleActivities.tell_people,
             TellPeopleInput(fleet, notices),
             start_to_close_timeout=ATTEMPT_TIMEOUT,
+            schedule_to_close_timeout=within,
             retry_policy=NOTICE_RETRY,
             summary=f"tell people: {subject}"[:200],
         )

@@ -12,11 +12,12 @@ from typing import Any
 
 from temporalio import workflow
 from temporalio.common import RetryPolicy
-from temporalio.exceptions import ActivityError
+from temporalio.exceptions import ActivityError, ApplicationError
 
 with workflow.unsafe.imports_passed_through():
     from pydantic import TypeAdapter
 
+    from relaunch.activities.fleet import FLEET_UNKNOWN
     from relaunch.activities.notify import PeopleActivities
     from relaunch.messages.bounds import MAX_TEXT, bound_message
     from relaunch.messages.jobs import explain
@@ -69,7 +70,7 @@ class Notifier:
                 await self._continue_as_new()
 
     async def _deliver(self, delivery: Delivery) -> None:
-        notices = [one.notice for one in delivery.notices]
+        notices, may_have_arrived = [one.notice for one in delivery.notices], True
         try:
             result = await workflow.execute_activity_method(
                 PeopleActivities.deliver_notices,
@@ -81,9 +82,14 @@ class Notifier:
             )
         except ActivityError as error:
             workflow.logger.warning("a message was not sent: %s", error.cause or error)
-            result = None
+            result, may_have_arrived = None, not _was_not_sent(error)
         self._outbox = record_results(
-            self._outbox, delivery.number, result, workflow.now(), self._outcomes.is_reached
+            self._outbox,
+            delivery.number,
+            result,
+            workflow.now(),
+            self._outcomes.is_reached,
+            may_have_arrived=may_have_arrived,
         )
 
     async def _wait_for_news(self) -> None:
@@ -164,3 +170,11 @@ def format_page(fleet: str, outbox: Outbox) -> str:
 
 def _format_time(at: datetime) -> str:
     return at.strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _was_not_sent(error: ActivityError) -> bool:
+    """Return whether the only worker that has tried to send a message does not know the fleet."""
+    cause = error.cause
+    if not isinstance(cause, ApplicationError):
+        return False
+    return cause.type == FLEET_UNKNOWN and cause.non_retryable

@@ -21,7 +21,7 @@ with workflow.unsafe.imports_passed_through():
     from relaunch.messages.notices import Notice
     from relaunch.spec.fleet import NoticeEvent
     from relaunch.text import count_noun, join_names
-    from relaunch.workflows.notifier.tell import tell_people
+    from relaunch.workflows.notifier.tell import NOTICE_TIMEOUT, tell_people
     from relaunch.workflows.patches import RepeatedPatch
     from relaunch.workflows.training_job.session import Session
 
@@ -57,7 +57,10 @@ class Notices:
     @property
     def carried(self) -> tuple[Notice, ...]:
         """What the next run has to post: the newest notice of each matter."""
-        newest = {one.key: one for one in self._unposted}
+        newest: dict[str, Notice] = {}
+        for one in self._unposted:
+            newest.pop(one.key, None)  # in the order of the newest ones
+            newest[one.key] = one
         return tuple(newest.values())[-MAX_CARRIED:]
 
     def send_news(self) -> None:
@@ -118,15 +121,18 @@ class Notices:
     def _send(self, notice: Notice) -> None:
         tasks = self._session.tasks
         self._unposted.append(notice)
-        self.sending = tasks.start("notify people", self._send_after(self.sending, notice))
         self.is_carried = self._carries.is_reached()
+        within = None if self.is_carried else NOTICE_TIMEOUT
+        self.sending = tasks.start("notify people", self._send_after(self.sending, notice, within))
         if self.is_carried:
             tasks.mark_pausable(self.sending, CARRIED_AFTER)
 
-    async def _send_after(self, before: asyncio.Task[None] | None, notice: Notice) -> None:
+    async def _send_after(
+        self, before: asyncio.Task[None] | None, notice: Notice, within: timedelta | None
+    ) -> None:
         if before is not None:
             await workflow.wait([before])
-        await tell_people(self._session.job.spec.fleet, (notice,))
+        await tell_people(self._session.job.spec.fleet, (notice,), within)
         self._unposted.remove(notice)
         self._session.tasks.mark_busy(asyncio.current_task())
 
