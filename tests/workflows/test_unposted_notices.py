@@ -218,7 +218,8 @@ async def test_a_fleet_of_0_1_0_that_waited_for_its_notice_replays(
             described = await handle.describe()
             first = described.raw_description.workflow_execution_info.first_run_id
             runs = await runs_of(rig.client, handle.id, first)
-    await replay(*runs, is_sandboxed=False)
+    # The last one may have done no task yet, which a replay would wait for.
+    await replay(*runs[:-1], is_sandboxed=False)
 
 
 @workflow.defn
