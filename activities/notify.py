@@ -91,17 +91,13 @@ class PeopleActivities:
         """Send a message to the channels that it is for, to all at once.
 
         Raises:
-            ApplicationError: this worker has no such fleet; another one may. It cannot be retried
-                if no worker has tried to send it before.
+            ApplicationError: this worker has no such fleet; another one may.
         """
         delivery = input.delivery
         try:
             channels = self._find_channels(input.fleet)
         except KeyError as error:
-            is_unsent = activity.info().attempt == 1
-            raise ApplicationError(
-                str(error.args[0]), type=FLEET_UNKNOWN, non_retryable=is_unsent
-            ) from None
+            raise ApplicationError(str(error.args[0]), type=FLEET_UNKNOWN) from None
         chosen: dict[str, tuple[Notice, ...]] = {}
         for name, channel in channels.items():
             if delivery.channels is None or name in delivery.channels:

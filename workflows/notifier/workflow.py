@@ -173,8 +173,9 @@ def _format_time(at: datetime) -> str:
 
 
 def _was_not_sent(error: ActivityError) -> bool:
-    """Return whether the only worker that has tried to send a message does not know the fleet."""
+    """Return whether the last worker that was to send a message does not know the fleet.
+
+    One before it may have died with the message sent, but that is rare, and it is sent again soon.
+    """
     cause = error.cause
-    if not isinstance(cause, ApplicationError):
-        return False
-    return cause.type == FLEET_UNKNOWN and cause.non_retryable
+    return isinstance(cause, ApplicationError) and cause.type == FLEET_UNKNOWN
