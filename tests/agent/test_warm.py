@@ -570,6 +570,25 @@ def test_ranks_in_another_folder_start_from_nothing(
     assert third["warm"] == {"forked": False, "reason": "the working directory is another one now"}
 
 
+def test_ranks_start_where_their_folder_goes_after_prepare(
+    node: Node, job: Json, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a workdir, they run in the folder of the agent."""
+    script, folder = str(tmp_path / "train.py"), tmp_path / "away"
+    shutil.copy(Path(job["workdir"]) / "train.py", script)
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    command, more = [COMMAND[0], script], {**job, "workdir": None}
+    begin(node, 1, command, **more)
+    await_standby(node)
+    assert node.prepare(2, stop_grace=0.1) is not None
+    folder.rmdir()
+    monkeypatch.chdir(tmp_path)
+    started = expect_done(node.start(2, command, **more))
+    assert started["warm"]["forked"] is False
+    wait_for(lambda: "ran" in node.log(0, 2) and "ran" in node.log(1, 2))
+
+
 def test_ranks_start_where_the_folder_of_the_agent_is_gone(
     node: Node, job: Json, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

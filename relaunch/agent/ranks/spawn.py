@@ -307,6 +307,8 @@ def _find_obstacle(
         warm.check(order, command, environments)
     except WarmError as error:
         return str(error)
+    except OSError as error:
+        return f"the folder that ranks run in cannot be found: {error.strerror}"
     return None
 
 

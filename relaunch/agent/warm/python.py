@@ -253,17 +253,21 @@ class WarmPython:
         if self.process is None:
             return WarmError("it has ended")
         deadline = time.monotonic() + END_TIMEOUT
+        # It is not reaped here: `kill` does that, and until then no other process gets its pid.
+        how = os.WEXITED | os.WNOHANG | os.WNOWAIT
         try:
-            pid, status = os.waitpid(self.process.pid, os.WNOHANG)
-            while not pid and time.monotonic() < deadline:
+            ended = os.waitid(os.P_PID, self.process.pid, how)
+            while ended is None and time.monotonic() < deadline:
                 time.sleep(0.002)
-                pid, status = os.waitpid(self.process.pid, os.WNOHANG)
+                ended = os.waitid(os.P_PID, self.process.pid, how)
         except ChildProcessError:  # a shim reaps whatever ends
-            pid = 0
-        if pid and os.WIFSIGNALED(status) and os.WTERMSIG(status) in FROM_OUTSIDE:
-            name = signal.Signals(os.WTERMSIG(status)).name
+            ended = None
+        if ended is None:
+            return WarmError("it has ended")
+        if ended.si_code == os.CLD_KILLED and ended.si_status in FROM_OUTSIDE:
+            name = signal.Signals(ended.si_status).name
             return WarmInterruption(f"its Python was killed by {name}")
-        if pid and os.WIFEXITED(status) and os.WEXITSTATUS(status) == NOT_STARTED:
+        if ended.si_code == os.CLD_EXITED and ended.si_status == NOT_STARTED:
             return WarmInterruption("its Python could not be started")
         return WarmError("it has ended")
 
