@@ -513,12 +513,22 @@ def test_a_python_that_starts_too_slowly_is_no_other_program(tmp_path: Path) -> 
 TOKEN_VALUE = "t0ken-of-forty-characters-0123456789abcde"
 
 
-@pytest.mark.parametrize("before", ["refused: ", "x" * 190])
-def test_an_import_error_has_no_value_of_a_secret(node: Node, job: Json, before: str) -> None:
+@pytest.mark.parametrize(
+    ("before", "value"),
+    [
+        ("refused: ", TOKEN_VALUE),
+        ("x" * 190, TOKEN_VALUE),
+        ("refused: ", "of  two  words\tand more"),
+    ],
+    ids=["short", "long", "spaces"],
+)
+def test_an_import_error_has_no_value_of_a_secret(
+    node: Node, job: Json, before: str, value: str
+) -> None:
     (Path(job["workdir"]) / "logs_in.py").write_text(
         f"import os\nraise RuntimeError({before!r} + os.environ['TOKEN'] + '.')\n"
     )
-    more = {**job, "env": {**job["env"], "TOKEN": TOKEN_VALUE}, "warm": ["logs_in"]}
+    more = {**job, "env": {**job["env"], "TOKEN": value}, "warm": ["logs_in"]}
     begin(node, 1, COMMAND, **more, redact=["TOKEN"])
     recorded = await_standby(node, "cold")
     expected = f"logs_in cannot be imported (RuntimeError: {before}[redacted TOKEN].)"

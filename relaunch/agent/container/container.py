@@ -250,13 +250,15 @@ class _Container:
                 self._begin_watch(is_first=False)
             if self.door is not None:
                 self.door.open()
-            handles: List[Any] = [self.woken, self.told]
+            handles: List[Any] = [self.woken]
+            if self.until is not None:  # it is not read before
+                handles.append(self.told)
             if self.watch is not None:
                 handles.append(self.watch.from_child)
             if self.door is not None and self.door.listener is not None:
                 handles.append(self.door.listener)
             ready, _, _ = select.select(handles, [], [], self._patience())
-            if self.told in ready and self.until is not None:
+            if self.told in ready:
                 return
             if self.watch is not None and self.watch.from_child in ready:
                 self._hear(self.watch)

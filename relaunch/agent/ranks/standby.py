@@ -512,7 +512,8 @@ class Standby:
         if self.state == "importing":
             self.rests_until = now() + RETRY_INTERVAL
         self.state = state
-        self.reason = _make_redactor(self.spec).redact(str(error))[:MAX_REASON]
+        text = _make_redactor(self.spec).redact(str(error))
+        self.reason = " ".join(text.split())[:MAX_REASON]
 
     def _end_python(self) -> None:
         if self.python is not None:

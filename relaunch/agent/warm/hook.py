@@ -361,8 +361,9 @@ class Parent:
                 try:
                     importlib.import_module(module)
                 except BaseException as error:
-                    # Shortened where values are replaced: half of one would not be found.
-                    text = " ".join(str(error).split())[:MAX_ERROR]
+                    # Shortened, and put on one line, where values are replaced: half of one would
+                    # not be found.
+                    text = str(error)[:MAX_ERROR]
                     raise Unsuitable(
                         "%s cannot be imported (%s: %s)" % (module, type(error).__name__, text)
                     ) from None
