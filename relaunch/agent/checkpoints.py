@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Dict, List, NamedTuple, Optional, Pattern, Tuple
 
 from relaunch.agent import tools
-from relaunch.agent.locks import try_lock
+from relaunch.agent.locks import HeldLock, wait_for_lock
 from relaunch.agent.protocol import Fields, Json, Refusal
 
 READ_TIMEOUT = 2.5
@@ -91,9 +91,11 @@ def read_checkpoints(state: Path, order: Fields) -> Json:
         raise Refusal("bad_order", f"pattern is no regular expression: {error}") from None
     # The reader holds it, so that readers which cannot be killed do not become more.
     path = state / f"reading-{hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]}.lock"
-    lock = _await_lock(path)
-    if lock is None:
-        raise Refusal("still_reading", f"{folder} is still being read: its file system is slow")
+    try:
+        lock = wait_for_lock(path, LOCK_TIMEOUT)
+    except HeldLock:
+        reason = f"{folder} is still being read: its file system is slow"
+        raise Refusal("still_reading", reason) from None
     try:
         answer = tools.run_bounded(lambda: _read(folder, names), READ_TIMEOUT, keep=[lock])
         if answer is None:
@@ -102,15 +104,6 @@ def read_checkpoints(state: Path, order: Fields) -> Json:
     finally:
         os.close(lock)
     return answer
-
-
-def _await_lock(path: Path) -> Optional[int]:
-    deadline = time.monotonic() + LOCK_TIMEOUT
-    lock = try_lock(path)
-    while lock is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-        lock = try_lock(path)
-    return lock
 
 
 def _read(folder: str, names: Optional[Pattern[str]] = None) -> Json:

@@ -42,16 +42,22 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def node(agent: Path) -> Iterator[Node]:
-    """A node whose agent is not root: the kernel never counts root's processes."""
+def make_folder(agent: Path, state: str) -> tuple[Path, Path]:
+    """Return a folder with a state folder of the other user, and the agent's file in it."""
     # Not tmp_path: its parents are closed to other users.
     folder = Path(tempfile.mkdtemp(prefix="relaunch-user-"))
     folder.chmod(0o755)
     archive = Path(shutil.copy(agent, folder / "agent.pyz"))
     archive.chmod(0o644)
-    (folder / "n1").mkdir(mode=0o700)
-    os.chown(folder / "n1", USER, USER)
+    (folder / state).mkdir(mode=0o700)
+    os.chown(folder / state, USER, USER)
+    return folder, archive
+
+
+@pytest.fixture
+def node(agent: Path) -> Iterator[Node]:
+    """A node whose agent is not root: the kernel never counts root's processes."""
+    folder, archive = make_folder(agent, "n1")
     wrapper = folder / "python"
     wrapper.write_text(f'#!/bin/sh\nexec {" ".join(AS_USER)} {SYSTEM_PYTHON} "$@"\n')
     wrapper.chmod(0o755)
@@ -165,12 +171,7 @@ Make = Callable[..., Container]
 
 @pytest.fixture
 def make(agent: Path) -> Iterator[Make]:
-    folder = Path(tempfile.mkdtemp(prefix="relaunch-user-"))
-    folder.chmod(0o755)
-    archive = Path(shutil.copy(agent, folder / "agent.pyz"))
-    archive.chmod(0o644)
-    (folder / "state").mkdir(mode=0o700)
-    os.chown(folder / "state", USER, USER)
+    folder, archive = make_folder(agent, "state")
     made: list[Container] = []
 
     def make(command: list[str], program: str = "", **order: object) -> Container:
