@@ -553,6 +553,10 @@ class Standby:
         token = parse_token(order["token"])
         assert token is not None, "the token of the command that called"
         generation = self.job.generation((order["order"][0], order["order"][1]))
+        try:
+            os.chdir(order["folder"])
+        except OSError:  # it was removed meanwhile
+            os._exit(1)  # the caller starts from nothing
         orders, watch, peers, master = (_adopt(handle) for handle in handles[:4])
         sockets = shim.ShimSockets(orders, watch, peers, master)
         shim.record_identity(generation)
@@ -564,7 +568,6 @@ class Standby:
         reach_failpoint(self.job.state, "prepare.taken")
         os.environ.clear()
         os.environ.update(order["environment"])
-        os.chdir(order["folder"])
         shim.become(generation, token, order["record"], sockets, handles[4], self.python)
         os._exit(0)
 
