@@ -1,8 +1,9 @@
 # setup demo test lint types long bench chaos programs corpus upgrade-test compose-test vm-test screenshots record-release dist reference: nothing else to remember.
 PY := .venv/bin/python
 WORKERS ?= 2
-# The session that has the most to do: with two, it went on alone for a minute.
+# The sessions that have the most to do, or wait the most: with two, each went on alone for a minute.
 FLOW_WORKERS ?= 3
+AGENT_WORKERS ?= 3
 # The sessions of `make test`, beside the pure core: one for everything that is in none of these.
 FLOWS := tests/workflows
 SERVICE := tests/e2e tests/releases tests/activities tests/corpus tests/deploy tests/test_demo.py tests/test_wheel.py
@@ -56,7 +57,7 @@ test: lint
 	beside core nice -n 3 $(PYTEST) --timeout 600 tests/recovery; \
 	beside service $(SESSION) $(SERVICE); \
 	beside flows $(SESSION) -n $(FLOW_WORKERS) $(FLOWS); \
-	beside agent $(SESSION) $(AGENT); \
+	beside agent $(SESSION) -n $(AGENT_WORKERS) $(AGENT); \
 	beside backends $(SESSION) $(BACKENDS); \
 	$(SESSION) --ignore tests/recovery $(addprefix --ignore ,$(SERVICE) $(FLOWS) $(AGENT) $(BACKENDS)); failed=$$?; \
 	for one in $$began; do wait $${one#*:} || failed=1; cat "$$logs/$${one%:*}"; done; exit $$failed
