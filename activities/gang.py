@@ -1019,8 +1019,8 @@ class WatchedShard:
             rank: value.counter.position for rank, value in steps.items() if rank not in rare
         }
         overdue = self._find_overdue(now)
-        expected, silent = self._list_expected()
-        hang = self._looks.judge(self._judged_pace(), overdue, expected, silent, positions, now)
+        expected, lost = self._list_expected()
+        hang = self._looks.judge(self._judged_pace(), overdue, expected, lost, positions, now)
         if hang is None:
             return None
         slowest = sorted(positions, key=lambda rank: (positions[rank], rank))
@@ -1069,17 +1069,20 @@ class WatchedShard:
         }
 
     def _list_expected(self) -> tuple[list[int], list[int]]:
-        """Return the ranks of the job that have not ended, and those of them on silent nodes."""
+        """Return the ranks of the job that have not ended: first those whose node is not lost.
+
+        What ranks do on a node that was not heard lately is not known, and soon will be.
+        """
         expected: list[int] = []
-        silent: list[int] = []
+        lost: list[int] = []
         for node, ranks in self._list_ranks().items():
             view = self._nodes.get(node)
             if view is None:
                 expected += ranks
             elif not self._all_exited(view):
-                kept = silent if self._is_stale(view) else expected
+                kept = lost if view.reported_lost else expected
                 kept += (rank for rank in ranks if rank not in view.exited)
-        return expected, silent
+        return expected, lost
 
     # --- looks at ranks that are late
 

@@ -100,7 +100,7 @@ class HangLooks:
         pace: Pace,
         overdue: Overdue | None,
         expected: Collection[int],
-        silent: Collection[int],
+        lost: Collection[int],
         positions: Mapping[int, int],
         now: datetime,
     ) -> HangVerdict | None:
@@ -109,8 +109,8 @@ class HangLooks:
         Args:
             pace: How training advances.
             overdue: The limit that has passed, if one has.
-            expected: The ranks of the job that have not ended, on nodes that answer.
-            silent: Those on other nodes: a gang that does not work waits for these.
+            expected: The ranks of the job that have not ended, on nodes that are not lost.
+            lost: Those on lost nodes: a gang that does not work waits for these.
             positions: How far ranks have come, of those that report it.
             now: The watcher's time.
         """
@@ -118,7 +118,7 @@ class HangLooks:
         if self.input.judges and limits.after != "off" and self.is_new:
             self.is_new = False
             rules = limits.rules.model_dump()
-            ranks = (*expected, *silent)
+            ranks = (*expected, *lost)
             finding = find_hung_ranks(self.streaks, ranks, rules, self._find_missing())
             if finding is not None:
                 reason = f"{finding.reason}; {describe_standstill(pace, now)}"

@@ -248,6 +248,39 @@ async def test_a_rank_that_works_postpones_a_learned_limit() -> None:
     assert hang.rule == "at_most" and "rank 0 still works" in hang.reason
 
 
+async def test_ranks_of_a_node_that_was_not_heard_may_work() -> None:
+    """Nothing is known of them for a moment, and they are no proof of a standstill."""
+    fleet = silent_gang()
+    await fleet.launch()
+    hang = {"at_most": "4s", "rules": {"odd_one_out": False}}
+    watching = asyncio.create_task(
+        fleet.watch(
+            hang=HangLimits.model_validate(hang),
+            launched_at=ago(30 * 60 - 1.5),
+            progress_expected=True,
+        )
+    )
+    await eventually(lambda: fleet.renewals() > 0, "watched")
+    fleet.backend.cut("n1")
+    found = (await watching).events[-1]
+    assert isinstance(found, RanksHung) and found.rule == "at_most"
+    assert found.reason.endswith(hangs.UNPROVEN)
+
+
+async def test_ranks_of_a_lost_node_are_waited_for() -> None:
+    fleet = silent_gang()
+    await fleet.launch()
+    fleet.backend.cut("n1")
+    report = await fleet.watch(
+        hang=HangLimits.model_validate({"rules": {"odd_one_out": False}}),
+        launched_at=ago(31 * 60),
+        progress_expected=True,
+        lost=("n1",),
+    )
+    found = report.events[-1]
+    assert isinstance(found, RanksHung) and found.rule == "limit"
+
+
 async def test_stacks_that_cannot_be_read_leave_cpu_and_io() -> None:
     odd = Stack(rank=3, state="S", cpu=0.0, unreadable="ptrace is refused")
     hang = await learned(silent_gang(odd))
