@@ -424,10 +424,19 @@ def _find_misplaced_ranks(state: FleetState, placement: Placement) -> list[Recla
     there are proven gone, so there are none unless what the server knows is older than what the
     nodes do: its database was restored from a backup (`docs/decisions/0059`). Only the generation
     that was seen, and those below it, are stopped: the job may be granted the node meanwhile.
+
+    A node that was renamed in the fleet file shows ranks that the job has by the name of before.
     """
     if state.awaited_jobs is None:
         return []
-    running = {record.claim.job: record for record in state.claims if not record.is_closed}
+    in_file = {node.name for node in state.nodes if not node.is_removed}
+    running = {
+        record.claim.job: record
+        for record in state.claims
+        if not record.is_closed
+        and not record.old_logins
+        and all(place.node in in_file for place in record.places)
+    }
     found: dict[tuple[str, int, int], set[str]] = defaultdict(set)
     for use in placement.orphaned:
         node = use.record

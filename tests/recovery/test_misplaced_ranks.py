@@ -37,6 +37,35 @@ def test_ranks_where_a_running_job_has_nothing_are_stopped(snapshot: SnapshotAss
     assert desk.wait(minutes=1) == []
 
 
+def test_ranks_on_a_renamed_node_are_not_stopped() -> None:
+    """Its host was n1's, so they are those that the job has there."""
+    desk = Desk()
+    desk.claim("a", 1)
+    desk.living["n1"] = (LiveGeneration("a", 1, 1),)
+    desk.wait(minutes=1)
+    n1, *others = desk.specs
+    desk.living["gpu1"] = desk.living.pop("n1")
+    desk.specs = (n1.model_copy(update={"name": "gpu1"}), *others)
+    desk.go(FleetFileContent("act", desk.specs, desk.limits))
+    assert desk.wait(minutes=5) == []
+
+
+def test_ranks_on_nodes_with_exchanged_logins_are_not_stopped() -> None:
+    desk = Desk()
+    desk.claim("a", 1)
+    desk.living["n1"] = (LiveGeneration("a", 1, 1),)
+    desk.wait(minutes=1)
+    n1, n2, *others = desk.specs
+    desk.living["n2"] = desk.living.pop("n1")
+    exchanged = (
+        n1.model_copy(update={"address": n2.address}),
+        n2.model_copy(update={"address": n1.address}),
+    )
+    desk.specs = (*exchanged, *others)
+    desk.go(FleetFileContent("act", desk.specs, desk.limits))
+    assert desk.wait(minutes=5) == []
+
+
 def test_each_node_is_stopped_up_to_its_own_generation() -> None:
     desk = Desk()
     desk.claim("a", 1)
