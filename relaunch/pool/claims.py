@@ -37,6 +37,8 @@ hundreds of jobs."""
 SUSPECT_JOBS, SUSPECT_WINDOW = 3, timedelta(hours=24)
 """How many jobs must fail on a node, within which time, before it becomes a suspect. One failed job
 proves nothing against a node, and two may be two mistakes of one person."""
+BEFORE_CLEARING = "it is from before the node was found healthy or released"
+"""Why a mark that a job repeats counts no more."""
 FOLLOWING_CAUSES = (
     Cause.APPLICATION,
     Cause.NUMERICS,
@@ -478,7 +480,7 @@ def _add_mark(record: NodeRecord, report: FaultReport, suspect: Suspect) -> Node
         text(suspect.reason) or suspect.cause,
         suspect.code,
         suspect.gpus,
-        "it is from before the node was found healthy or released" if is_old else "",
+        BEFORE_CLEARING if is_old else "",
         isolated=suspect.isolate,
     )
     marks = sorted(

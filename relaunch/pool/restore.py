@@ -10,11 +10,17 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import datetime, timedelta
 
-from relaunch.pool.claims import export_claims, record_moves, restore_claims
+from relaunch.pool.claims import (
+    BEFORE_CLEARING,
+    explain_marks,
+    export_claims,
+    record_moves,
+    restore_claims,
+)
 from relaunch.pool.events import PreviousRun
 from relaunch.pool.nodes import FLEET_FILE, MAX_HEALED, add_notice, is_out, keep_removed
 from relaunch.pool.state import Breaker, FleetState, Mark, NodeRecord, NodeStatus
-from relaunch.pool.status import MAX_PAST
+from relaunch.pool.status import MAX_PAST, put_in_service
 from relaunch.text import count_noun
 
 RESTORE_TIMEOUT = timedelta(seconds=15)
@@ -109,6 +115,7 @@ def restore_state(state: FleetState, fact: PreviousRun, now: datetime) -> FleetS
         return state
     is_news = fact.lost != state.restore_error
     state = replace(_take_over(state, fact), restore_error=fact.lost)
+    state = _clear_suspects(state, fact, now)
     present = {record.name for record in state.nodes}
     gone = [record for record in fact.nodes if record.name not in present]
     state = keep_removed(state, gone, now) if gone else state
@@ -153,6 +160,41 @@ def _take_over(state: FleetState, fact: PreviousRun) -> FleetState:
         is_restored=True,
         removed=removed,
     )
+
+
+def _clear_suspects(state: FleetState, fact: PreviousRun, now: datetime) -> FleetState:
+    """Put nodes in service that are suspects by what jobs repeat of the time before they were
+    found healthy or released.
+
+    A claim may come before what the run before knew. The breaker may have opened for these nodes;
+    it opens again if too many others are out.
+    """
+    known = {one.name: one for one in fact.nodes if one.status is NodeStatus.IN_SERVICE}
+    nodes = tuple(
+        _clear_suspect(node, known[node.name].cleared_at, now) if node.name in known else node
+        for node in state.nodes
+    )
+    if nodes == state.nodes:
+        return state
+    breaker = state.breaker
+    if breaker.is_open and not fact.breaker.is_open:
+        breaker = replace(breaker, reason="", since=None)
+    return replace(state, nodes=nodes, breaker=breaker)
+
+
+def _clear_suspect(record: NodeRecord, cleared_at: datetime | None, now: datetime) -> NodeRecord:
+    by_marks = explain_marks(record)
+    is_suspect = record.status is NodeStatus.SUSPECT and (record.reason, record.by) == by_marks
+    if cleared_at is None or not is_suspect:
+        return record
+    marks = tuple(
+        replace(mark, retracted=BEFORE_CLEARING)
+        if mark.at <= cleared_at and not mark.retracted
+        else mark
+        for mark in record.marks
+    )
+    cleared = replace(record, marks=marks)
+    return record if explain_marks(cleared)[0] else put_in_service(cleared, now, BEFORE_CLEARING)
 
 
 def _restore_node(record: NodeRecord, known: NodeRecord | None) -> NodeRecord:

@@ -176,7 +176,14 @@ class Scheduler:
     fleet of ten thousand nodes is not gone through for each message: `docs/decisions/0050`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, spares_renamed: bool = True) -> None:
+        """Initialize.
+
+        Args:
+            spares_renamed: Whether ranks of a job that has nodes that were renamed, or got another
+                login, are never taken for misplaced ones. Release 0.1.0 stopped them.
+        """
+        self._spares_renamed = spares_renamed
         self._placement = Placement(FleetState(""), datetime.min.replace(tzinfo=UTC))
         self._digests = Digests()
 
@@ -243,7 +250,9 @@ class Scheduler:
         # which nodes have to be probed.
         state, reminders = _remind_jobs(state)
         orders += reminders
-        state, reclaims = _reclaim_nodes(state, now, under_way, self._placement)
+        state, reclaims = _reclaim_nodes(
+            state, now, under_way, self._placement, self._spares_renamed
+        )
         orders += reclaims
         wanted = [*granted.probes, *offered.probes]
         state, probes = _order_probes(state, self._placement, wanted, now, under_way)
@@ -394,12 +403,16 @@ def _answer_late_submissions(state: FleetState) -> tuple[FleetState, list[GrantM
 
 
 def _reclaim_nodes(
-    state: FleetState, now: datetime, under_way: frozenset[str], placement: Placement
+    state: FleetState,
+    now: datetime,
+    under_way: frozenset[str],
+    placement: Placement,
+    spares_renamed: bool,
 ) -> tuple[FleetState, list[ReclaimOrder]]:
     """Stop the ranks that no running job stops, each submission again after `RECLAIM_INTERVAL`."""
     orphaned = _find_orphaned_ranks(state, placement)
     found = [ReclaimOrder(*key, tuple(sorted(orphaned[key]))) for key in sorted(orphaned)]
-    found += _find_misplaced_ranks(state, placement)
+    found += _find_misplaced_ranks(state, placement, spares_renamed)
     recent = tuple(one for one in state.recent_reclaims if now - one.at < RECLAIM_INTERVAL)
     ordered = {(one.job, one.submission, one.generation) for one in recent}
     due = [
@@ -417,7 +430,9 @@ def _reclaim_nodes(
     return state, due
 
 
-def _find_misplaced_ranks(state: FleetState, placement: Placement) -> list[ReclaimOrder]:
+def _find_misplaced_ranks(
+    state: FleetState, placement: Placement, spares_renamed: bool
+) -> list[ReclaimOrder]:
     """Return orders to stop ranks of running jobs on nodes that their claims do not hold.
 
     A job launches only on nodes that it was granted, and gives a node back only when its ranks
@@ -433,9 +448,7 @@ def _find_misplaced_ranks(state: FleetState, placement: Placement) -> list[Recla
     running = {
         record.claim.job: record
         for record in state.claims
-        if not record.is_closed
-        and not record.old_logins
-        and all(place.node in in_file for place in record.places)
+        if not record.is_closed and not (spares_renamed and _has_renamed(record, in_file))
     }
     found: dict[tuple[str, int, int], set[str]] = defaultdict(set)
     for use in placement.orphaned:
@@ -461,6 +474,11 @@ def _find_misplaced_ranks(state: FleetState, placement: Placement) -> list[Recla
         ReclaimOrder(job, submission, tuple(sorted(names)), generation)
         for (job, submission, generation), names in sorted(found.items())
     ]
+
+
+def _has_renamed(record: ClaimRecord, in_file: set[str]) -> bool:
+    """Return whether a node of the claim may show its ranks by another name."""
+    return bool(record.old_logins) or any(place.node not in in_file for place in record.places)
 
 
 def _is_known_elsewhere(record: ClaimRecord, node: NodeRecord) -> bool:

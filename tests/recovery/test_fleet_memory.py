@@ -255,6 +255,27 @@ def test_nodes_out_while_the_breaker_was_closed_do_not_open_it() -> None:
     assert later.state.breaker.is_open
 
 
+def test_what_was_cleared_before_does_not_open_the_breaker() -> None:
+    """A job repeats its suspects with each claim, and may come before the memory does."""
+    old = Desk(nodes_out=1)
+    told = (suspect("n1", isolate=True), suspect("n2", isolate=True))
+    for seq, one in enumerate(told, 1):
+        old.claim("a", 1, seq=seq, suspects=(one,), keep=("n3",))
+        old.now += timedelta(minutes=5)
+        old.go(ReleaseCommand(one.node, "seen to", "grace"))
+    assert standings(old) == {} and not old.state.breaker.is_open
+    again = ClaimEvent(Claim("a", 1, 3, 1, since=T0, keep=("n3",), suspects=told))
+    desk = restart(again, nodes_out=1)
+    assert standings(desk) == dict.fromkeys(("n1", "n2"), NodeStatus.SUSPECT)
+    assert desk.state.breaker.is_open
+    desk.go(export_state(old.state))
+    assert standings(desk) == {} and not desk.state.breaker.is_open
+    newer = replace(suspect("n1", 2, isolate=True), at=desk.now)
+    later = restart(ClaimEvent(Claim("b", 1, 1, 1, since=T0, suspects=(newer,))), nodes_out=1)
+    later.go(export_state(old.state))
+    assert list(standings(later)) == ["n1"]
+
+
 def test_a_run_that_never_restored_hides_nothing_from_the_next() -> None:
     first = Desk()
     first.go(GRACE, PauseCommand("", "grace"))
