@@ -281,12 +281,14 @@ def _record_inventory(record: NodeRecord, inventory: Inventory, at: datetime) ->
         bool(inventory.fault) and not is_vouched_for and known in ("", record.vouched_fault)
     )
     since = at if is_new or record.fault_since is None else record.fault_since
+    # A reading that failed does not show that the fault has ended.
+    keeps_vouching = is_vouched_for or (bool(inventory.unreadable) and not inventory.fault)
     return replace(
         record,
         inventory=inventory,
         inventory_at=at,
         fault_since=since if inventory.fault or inventory.reset_wanted else None,
-        vouched_fault=record.vouched_fault if is_vouched_for else "",
+        vouched_fault=record.vouched_fault if keeps_vouching else "",
     )
 
 

@@ -607,7 +607,8 @@ def test_a_person_who_releases_a_node_vouches_for_what_it_shows() -> None:
     desk.learn(QuarantineCommand("n1", "dust", "grace"))
     read_after(desk, minutes=5)
     desk.learn(ReleaseCommand("n1", "it computes", "grace"))
-    for _ in range(3):
+    for inventory in (DUSTY, Inventory(unreadable="nvidia-smi took too long"), DUSTY, DUSTY):
+        desk.gpus["n1"] = inventory
         assert read_after(desk, minutes=5) == []
     assert desk.node("n1").remarks == (f"{DUSTY.fault} (a person has vouched for it)",)
     desk.claim("a", 1)
