@@ -7,7 +7,8 @@ a message never fails a workflow.
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import datetime, timedelta
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from functools import cache
 from typing import Annotated, Any, TypeVar
 
@@ -33,7 +34,7 @@ from relaunch.pool.events import (
     RepairStart,
     ResumeCommand,
 )
-from relaunch.pool.messages import Claim, FaultReport, PermitRequest
+from relaunch.pool.messages import Claim, FaultReport, PermitRequest, Suspect
 from relaunch.pool.rounds import KnownNode
 from relaunch.pool.state import FleetState, NodeProbe
 from relaunch.text import printable
@@ -44,6 +45,11 @@ two checkpoints."""
 
 MAX_ID_BYTES = 500
 """Of a name that becomes part of a workflow id, which may have 1,000."""
+
+MAX_SUBMISSION = 253_402_300_799_999
+"""The last millisecond of the year 9999, as a Unix time: no later one can be named."""
+MAX_WANTED = 1_000_000
+"""Nodes that a claim can want, or GPUs on each."""
 
 Said = TypeVar("Said")
 _CLAIM: TypeAdapter[Claim] = TypeAdapter(Claim)
@@ -165,11 +171,23 @@ class ApplyMessage(StrictModel):
 def claim_fact(raw: Any) -> FleetEvent:
     claim = _CLAIM.validate_python(raw)
     _check_id(claim.job)
-    return ClaimEvent(claim)
+    if claim.submission > MAX_SUBMISSION:
+        raise MessageError(f"submission is {claim.submission}: expected milliseconds since 1970")
+    if (most := max(claim.nodes, claim.most, claim.had, claim.gpus)) > MAX_WANTED:
+        raise MessageError(f"it wants {most}: expected at most {MAX_WANTED:,}")
+    return ClaimEvent(
+        replace(
+            claim,
+            since=_in_utc(claim.since),
+            more_at=_in_utc(claim.more_at),
+            suspects=_suspects_in_utc(claim.suspects),
+        )
+    )
 
 
 def fault_report_fact(raw: Any) -> FleetEvent:
-    return FaultReportEvent(_FAULT_REPORT.validate_python(raw))
+    report = _FAULT_REPORT.validate_python(raw)
+    return FaultReportEvent(replace(report, suspects=_suspects_in_utc(report.suspects)))
 
 
 def repair_began_fact(raw: Any) -> FleetEvent:
@@ -183,7 +201,25 @@ def repair_wanted_fact(raw: Any) -> FleetEvent:
 
 
 def repair_ended_fact(raw: Any) -> FleetEvent:
-    return _REPAIR_ENDED.validate_python(raw)
+    ended = _REPAIR_ENDED.validate_python(raw)
+    if ended.healing is None:
+        return ended
+    return replace(ended, healing=replace(ended.healing, at=_in_utc(ended.healing.at)))
+
+
+At = TypeVar("At", datetime, datetime | None)
+
+
+def _in_utc(at: At) -> At:
+    """Return a time with its zone: UTC, if it names none, as only a stranger's does.
+
+    Compared with another it would fail each of the fleet's workflow tasks.
+    """
+    return at if at is None or at.tzinfo is not None else at.replace(tzinfo=UTC)
+
+
+def _suspects_in_utc(suspects: tuple[Suspect, ...]) -> tuple[Suspect, ...]:
+    return tuple(replace(one, at=_in_utc(one.at)) for one in suspects)
 
 
 def quarantine_fact(raw: Any) -> FleetEvent:

@@ -14,9 +14,18 @@ from temporalio.client import Client
 
 from relaunch.job.state import Phase
 from relaunch.messages.bounds import MAX_REASON, MAX_VALUES, MessageError, bound_message
-from relaunch.messages.fleets import MAX_ID_BYTES, claim_fact, read, repair_wanted_fact
+from relaunch.messages.fleets import (
+    MAX_ID_BYTES,
+    claim_fact,
+    fault_report_fact,
+    read,
+    repair_ended_fact,
+    repair_wanted_fact,
+)
 from relaunch.messages.jobs import explain
-from relaunch.pool.events import ClaimEvent, MalformedMessage
+from relaunch.pool.events import ClaimEvent, FleetFileContent, MalformedMessage
+from relaunch.spec.access import Access
+from tests.recovery.fleet_builders import Desk
 from tests.workflows.claimants import until_fleet
 from tests.workflows.conftest import MakeRig
 
@@ -67,6 +76,39 @@ def test_an_id_that_no_workflow_can_have_is_refused() -> None:
         **{"reason": "r", "asked_at": "2030-01-01T00:00:00Z"},
     }
     assert isinstance(read("repair_wanted", wanted, repair_wanted_fact), MalformedMessage)
+
+
+BARE = "2020-01-01T00:00:00"
+SUSPECT = {"node": "n1", "at": BARE, "generation": 1, "cause": "GPU_FATAL", "reason": "r"}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"keep": ["n1"], "most": 4, "more_at": BARE},
+        {"keep": ["n1"], "most": 2**64, "more_at": f"{BARE}Z"},
+        {"submission": 2**62},
+        {"since": BARE},
+        {"suspects": [SUSPECT, {**SUSPECT, "at": f"{BARE}Z", "generation": 2, "isolate": True}]},
+    ],
+    ids=["more_at", "most", "submission", "since", "suspect"],
+)
+def test_no_value_in_a_message_stops_a_fleet(more: dict[str, object]) -> None:
+    """Some of these failed its workflow task, and each one after it."""
+    desk = Desk()
+    rules = Access.model_validate({"people": {"ada": {"role": "admin"}}, "others": "admin"})
+    desk.go(FleetFileContent("act", desk.specs, desk.limits, access=rules))
+    desk.go(read("claim", {**CLAIM, **more}, claim_fact))
+    desk.wait(minutes=2)
+    report = {"job": "b", "submission": 1, "suspects": [{**SUSPECT, "at": BARE}]}
+    desk.go(read("report_fault", report, fault_report_fact))
+    assert desk.node("n1").marks
+    ended = {"node": "n2", "workflow": "w", "run": "r", "by": "b", "job": ""}
+    found = {"outcome": "done", "verdict": "HEALTHY", "reason": "r"}
+    healing = {"healing": {"strategy": "RESET_GPU", "at": BARE}}
+    desk.go(read("repair_ended", {**ended, **found, **healing}, repair_ended_fact))
+    desk.wait(minutes=2)
+    assert desk.node("n2").healed
 
 
 async def send(client: Client, id: str, signal: str, data: bytes, encoding: str = "plain") -> None:
