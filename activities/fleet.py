@@ -169,10 +169,17 @@ class FleetActivities:
 
     @activity.defn
     async def read_fleet(self, input: ReadFleetInput) -> FleetFile:
+        wrong = ""
         try:
             spec = self._fleets.reload(input.fleet)
-        except (KeyError, ValueError) as error:
+        except KeyError as error:
             return FleetFile(None, str(error.args[0]))
+        except ValueError as error:
+            wrong = str(error.args[0])
+            if input.digest:
+                return FleetFile(None, wrong)
+            # A fleet that has read no file yet would tell its jobs that it has no nodes.
+            spec = self._fleets.spec(input.fleet)
         # Copy the fleet's user and port into each node, so that a change of either counts as a
         # change of the node.
         how = {"user": spec.ssh.user, "port": spec.ssh.port}
@@ -184,7 +191,7 @@ class FleetActivities:
         )
         content = FleetFileContent(spec.repairs, tuple(nodes), spec.limits, access=spec.access)
         digest = hashlib.sha256(to_json(content)).hexdigest()
-        return FleetFile(content if digest != input.digest else None, digest=digest)
+        return FleetFile(content if digest != input.digest else None, wrong, digest)
 
     @activity.defn
     async def read_last_state(self, fleet: str) -> PreviousRun:

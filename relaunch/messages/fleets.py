@@ -101,7 +101,8 @@ class FleetFile:
     """What a worker found in its fleet file."""
 
     applied: FleetFileContent | None
-    """None: it cannot be used, or is as it was."""
+    """None: it cannot be used, or is as it was. Beside `wrong`, for a fleet that has read none yet:
+    how the worker serves the fleet since the file could be used last."""
     wrong: str = ""
     """Why it cannot be used."""
     digest: str = ""

@@ -406,10 +406,11 @@ async def test_the_fleet_file_is_read_as_it_is_now_or_its_mistake_said() -> None
     unknown = await environment().run(asked.read_fleet, ReadFleetInput("elsewhere"))
     assert unknown.applied is None
     assert "'elsewhere'" in unknown.wrong and "default" in unknown.wrong
-    fleet.fleets.wrong = "fleet.yaml:3: nodes: missing"
-    assert (
-        await environment().run(asked.read_fleet, ReadFleetInput("default"))
-    ).wrong == "fleet.yaml:3: nodes: missing"
+    wrong = fleet.fleets.wrong = "fleet.yaml:3: nodes: missing"
+    bad = await environment().run(asked.read_fleet, ReadFleetInput("default", found.digest))
+    assert bad == FleetFile(None, wrong)
+    first = await environment().run(asked.read_fleet, ReadFleetInput("default"))
+    assert first == replace(found, wrong=wrong), "a fleet that knows no nodes gets those of before"
 
 
 # --- jobs

@@ -334,7 +334,10 @@ class Fleet:
             return
         if found.wrong != self._file_wrong:
             self._inbox.append(MalformedMessage("fleet file", found.wrong))
-        if not self._state.is_file_read:  # claims are then answered that there are no nodes
+        if found.applied is not None:  # as the worker serves it since it could be used last
+            self._inbox.append(found.applied)
+            self._file_digest = found.digest
+        elif not self._state.is_file_read:  # claims are then answered that there are no nodes
             self._inbox.append(FleetFileContent("observe", (), FleetLimits()))
         self._file_wrong = found.wrong
 
