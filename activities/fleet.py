@@ -79,6 +79,8 @@ LIST_INTERVAL_S = 0.1
 MAX_RUNS = 8
 """Most earlier runs that are asked. Each of them ended before it had restored the state of the runs
 before it."""
+MAX_LISTED = 1000
+"""Most runs that are looked through for these: those that continued as new are not asked."""
 MAX_REPORTED = 2048
 """Probes that one round reports: half a megabyte of JSON."""
 FLEET_UNKNOWN = "FleetUnknown"
@@ -202,21 +204,27 @@ class FleetActivities:
         """
         known: list[FleetState] = []
         lost = ""
+        asked = 0
+        # A run that continued as new handed on what it knew, first of all to the one that asks.
+        has_next_begun = True
         try:
             async with asyncio.timeout(RESTORE_TIMEOUT.total_seconds()):
-                before = await self._runs_before(fleet)
-                for run in before:
-                    if (state := await self._state_of(run)) is None:
+                for run in await self._runs_before(fleet):
+                    if has_next_begun and run.status is WorkflowExecutionStatus.CONTINUED_AS_NEW:
                         continue
-                    known.append(state)
-                    if has_restored(state):
-                        break
-                else:
-                    if len(before) >= MAX_RUNS:
+                    if asked == MAX_RUNS:
                         lost = (
-                            f"none of the {len(before)} runs before this one had restored the state"
+                            f"none of the {asked} runs before this one had restored the state"
                             " of its predecessor"
                         )
+                        break
+                    asked += 1
+                    state = await self._state_of(run)
+                    has_next_begun = state is not None
+                    if state is not None:
+                        known.append(state)
+                        if has_restored(state):
+                            break
         except (
             RPCError,
             WorkflowQueryFailedError,
@@ -236,7 +244,7 @@ class FleetActivities:
         """Return the ended runs of the fleet, newest first."""
         query, own = f"WorkflowId = '{FLEET_ID_PREFIX}{fleet}'", activity.info().workflow_run_id
         while True:
-            listing = [run async for run in self._client.list_workflows(query, limit=MAX_RUNS + 1)]
+            listing = [run async for run in self._client.list_workflows(query, limit=MAX_LISTED)]
             # The list may be some seconds old. If it contains the calling run, it also contains the
             # runs before it, which have all ended.
             if any(run.run_id == own for run in listing):

@@ -677,10 +677,33 @@ async def test_holders_are_known_from_runs_before_one_not_yet_restored() -> None
 
 
 async def test_a_series_of_runs_without_a_restore_has_lost_the_state() -> None:
-    runs = [ended(1000 + number, knew("n1", remembered=False)) for number in range(MAX_RUNS)]
+    runs = [ended(1000 + number, knew("n1", remembered=False)) for number in range(MAX_RUNS + 1)]
     asked, _ = of(stand(), *runs, OWN)
     known = await environment().run(asked.read_last_state, "default")
     assert f" {MAX_RUNS} runs" in known.lost
+
+
+async def test_runs_that_continued_as_new_are_not_asked() -> None:
+    """The run that asks has what they knew. A fleet that cannot read a run continues, too."""
+    handed_on = RPCError("no answer", RPCStatusCode.DEADLINE_EXCEEDED, b"")
+    series = [
+        ended(2000 + number, handed_on, status=WorkflowExecutionStatus.CONTINUED_AS_NEW)
+        for number in range(2 * MAX_RUNS)
+    ]
+    asked, client = of(stand(), ended(1000, knew("n1")), *series, OWN)
+    client.listed_still = ("fleet/default",)
+    known = await environment().run(asked.read_last_state, "default")
+    assert ({node.name for node in known.nodes}, known.lost) == ({"n1"}, "")
+
+
+async def test_a_run_whose_next_one_never_began_is_asked() -> None:
+    never = RPCError("closed before WorkflowTaskStarted", RPCStatusCode.FAILED_PRECONDITION, b"")
+    continued = WorkflowExecutionStatus.CONTINUED_AS_NEW
+    runs = ended(1000, knew("n1")), ended(2000, knew("n2"), status=continued), ended(3000, never)
+    asked, client = of(stand(), *runs, OWN)
+    client.listed_still = ("fleet/default",)
+    known = await environment().run(asked.read_last_state, "default")
+    assert {node.name for node in known.nodes} == {"n2"}
 
 
 @pytest.mark.parametrize(
