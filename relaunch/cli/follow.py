@@ -13,6 +13,7 @@ from temporalio.client import Client
 from temporalio.service import RPCError
 
 from relaunch.cli import job_views, jobs, logs
+from relaunch.cli.cancellation import explain
 from relaunch.cli.rank_output import Printer, RunOutput
 from relaunch.cli.terminal import make_console
 from relaunch.job import failure
@@ -317,17 +318,8 @@ async def follow_with_logs(
     """
     narrator = Narrator(say)
     reader = LogReader(client, task_queue, say, output=output)
-    reading = asyncio.create_task(reader.run())
-    now: jobs.JobSnapshot | None = None
-    try:
-        async for now in watch(client, name, is_kept=is_kept):
-            narrator.tell(now)
-            if now.state is not None:
-                reader.see(now.state)
-        await reader.print_rest(reading, report_unprinted or say)
-    finally:
-        reading.cancel()
-    assert now is not None
+    watching = watch(client, name, is_kept=is_kept)
+    now = await reader.print_while(watching, narrator.tell, report_unprinted or say)
     text, code = closing_line(now, can_retry=not is_kept)
     say(text)
     return code
@@ -348,15 +340,8 @@ async def follow_logs(
         return await logs.print_job_logs(client, task_queue, name, None, selection, False, say)
     if state.launched_at is None:
         say(f"job {name} is {state.phase}: {state.reason}")
-    reader = LogReader(client, task_queue, say, selection, from_newest=True)
-    reading = asyncio.create_task(reader.run())
-    try:
-        async for now in watch(client, name):
-            if now.state is not None:
-                reader.see(now.state)
-        await reader.print_rest(reading, say)
-    finally:
-        reading.cancel()
+    reader = LogReader(client, task_queue, say, selection, from_newest=True, is_needed=True)
+    now = await reader.print_while(watch(client, name), lambda now: None, say)
     say(f"job {name} {now.phase}" + (f": {now.state.reason}" if now.state else ""))
     return 0
 
@@ -375,12 +360,17 @@ class LogReader:
         selection: logs.Selection = logs.EVERYTHING,
         *,
         from_newest: bool = False,
+        is_needed: bool = False,
         output: RunOutput | None = None,
     ) -> None:
         self._client, self._task_queue, self._say = client, task_queue, say
         self._selection = selection
         self._output = output
         self._from_newest = from_newest
+        self._is_needed = is_needed
+        """Whether it is of no use to go on where the logs cannot be read."""
+        self._error: BaseException | None = None
+        """The error that has ended the reading, once it is said."""
         self._queue: asyncio.Queue[int | None] = asyncio.Queue()
         self._state: JobState | None = None
         self._queued = 0
@@ -405,6 +395,52 @@ class LogReader:
                 self._queue.put_nowait(number)
             self._queued = max(self._queued, last)
 
+    async def print_while(
+        self,
+        watching: AsyncIterator[jobs.JobSnapshot],
+        tell: Callable[[jobs.JobSnapshot], None],
+        report_unprinted: Say,
+    ) -> jobs.JobSnapshot:
+        """Print what ranks print until the job has ended; return the job, ended.
+
+        Args:
+            watching: The looks at the job.
+            tell: Called with each of them.
+            report_unprinted: As for `print_rest`.
+
+        Raises:
+            OSError: The output cannot be written: the pipe of `| head` is closed.
+        """
+
+        async def watch_to_end() -> jobs.JobSnapshot:
+            async for now in watching:
+                tell(now)
+                if now.state is not None:
+                    self.see(now.state)
+            return now
+
+        reading = asyncio.create_task(self.run())
+        watched = asyncio.create_task(watch_to_end())
+        try:
+            await asyncio.wait({reading, watched}, return_when=asyncio.FIRST_COMPLETED)
+            self._check(reading)
+            now = await watched
+            await self.print_rest(reading, report_unprinted)
+        finally:
+            reading.cancel()
+            watched.cancel()
+        return now
+
+    def _check(self, reading: asyncio.Task[None]) -> None:
+        """Say the error that has ended the reading, or raise it where it ends the command."""
+        error = _find_error(reading)
+        if error is None or error is self._error:
+            return
+        if self._is_needed or isinstance(error, OSError):
+            raise error
+        self._error = error
+        self._say(f"the output of ranks is printed no more: {explain(error)}")
+
     async def print_rest(self, reading: asyncio.Task[None], report_unprinted: Say) -> None:
         """Print what ranks of an ended job have printed, as long as it arrives.
 
@@ -424,11 +460,13 @@ class LogReader:
                 if left <= 0:
                     break
                 await asyncio.wait({reading}, timeout=left)
+            self._check(reading)
         finally:
             is_done = reading.done() and not reading.cancelled() and reading.exception() is None
             reading.cancel()
             await asyncio.wait({reading})  # it prints what it has
-            if not is_done or self._given_up:
+            is_wanted = not isinstance(_find_error(reading), OSError)
+            if is_wanted and (not is_done or self._given_up):
                 report_unprinted(await self._explain_unprinted())
 
     async def _explain_unprinted(self) -> str:
@@ -511,6 +549,11 @@ class LogReader:
             )
             for stream in streams
         }
+
+
+def _find_error(task: asyncio.Task[None]) -> BaseException | None:
+    """Return the error that has ended a task."""
+    return task.exception() if task.done() and not task.cancelled() else None
 
 
 def _explain_restart(state: JobState, number: int) -> str:

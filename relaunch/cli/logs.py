@@ -15,6 +15,7 @@ from typing import get_args
 
 from temporalio.client import ActivityFailureError, Client
 from temporalio.common import RetryPolicy
+from temporalio.service import RPCError
 
 from relaunch.cli import jobs
 from relaunch.cli.rank_output import Printer
@@ -24,6 +25,7 @@ from relaunch.job.generation_nodes import find_nodes
 from relaunch.job.state import JobState
 from relaunch.messages.logs import MAX_READ_BYTES, ReadLogsInput, ReadLogsOutput
 from relaunch.spec.job import JobSpec, OutputStream
+from relaunch.temporal import is_away
 
 FIRST_WAIT, LONGEST_WAIT = 5.0, 15.0
 """Seconds that one call waits for new output; each that found none makes the next one longer. Each
@@ -225,8 +227,9 @@ async def print_logs(
             # What `over` says counts from the next answer on: the newest output is still read.
             last = to_now or over()
             wait = 0.0 if last else min(patience, printer.next_refresh)
-            answer = await read(client, task_queue, where, offsets or None, wait, selection)
-            complaint = _find_complaint(where, selection, answer)
+            answer, complaint = await _try_to_read(
+                client, task_queue, where, offsets or None, wait, selection
+            )
             if answer is not None:
                 is_quiet = not answer.chunks
                 patience = min(LONGEST_WAIT, 2 * patience) if is_quiet else FIRST_WAIT
@@ -266,6 +269,25 @@ async def print_logs(
     finally:
         printer.flush()
     return found
+
+
+async def _try_to_read(
+    client: Client,
+    task_queue: str,
+    where: Generation,
+    offsets: dict[int, int] | None,
+    wait: float,
+    selection: Selection,
+) -> tuple[ReadLogsOutput | None, str | None]:
+    """Read once; return the answer, and a sentence that says what could not be read, and why."""
+    try:
+        answer = await read(client, task_queue, where, offsets, wait, selection)
+    except RPCError as error:
+        if not is_away(error):
+            raise
+        # Only this call is lost: the next one reads on from the same place.
+        return None, "the server does not answer: waiting for it to read the logs"
+    return answer, _find_complaint(where, selection, answer)
 
 
 async def find_unread(

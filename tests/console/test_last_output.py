@@ -1,4 +1,5 @@
 """The end of a job's output: it is printed as long as it arrives, and what is missing is said.
+What ends the reading of it before the job ends is said as well.
 
 The event loop's time jumps to what is waited for, so a minute costs nothing.
 """
@@ -6,22 +7,30 @@ The event loop's time jumps to what is waited for, so a minute costs nothing.
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
+import os
 import selectors
-from collections.abc import Callable
+import sys
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from temporalio.client import ActivityFailureError
+from temporalio.service import RPCError, RPCStatusCode
 
-from relaunch.cli import logs
+from relaunch.cli import follow, jobs, logs
 from relaunch.cli.follow import LogReader
 from relaunch.cli.rank_output import RunOutput
+from relaunch.job.state import JobState
 from relaunch.messages.logs import LogPiece, ReadLogsInput, ReadLogsOutput
 from tests.recovery.builders import running
 
 LINE = "x" * 99 + "\n"
+NO_WORKER = ActivityFailureError(cause=TimeoutError())
+KILLED_SERVER = RPCError("transport error", RPCStatusCode.UNKNOWN, b"")
+REFUSED = RPCError("Standalone activity is disabled", RPCStatusCode.UNIMPLEMENTED, b"")
 
 
 class JumpingLoop(asyncio.SelectorEventLoop):
@@ -60,7 +69,7 @@ class SlowWorker:
         self.asked.append(1)
         await asyncio.sleep(20)
         if len(self.asked) > self.answers:
-            raise ActivityFailureError(cause=TimeoutError())
+            raise NO_WORKER
         begin = (input.offsets or {}).get(0, 0)
         left = begin < size
         chunks = (LogPiece(0, begin + len(LINE), LINE),) if left else ()
@@ -96,12 +105,15 @@ def test_output_that_no_worker_brings_is_counted(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == f"[rank 0] {LINE}" * 3
 
 
-def test_a_worker_that_is_back_in_time_loses_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("error", [NO_WORKER, KILLED_SERVER], ids=["worker", "server"])
+def test_who_is_back_in_time_loses_nothing(
+    capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
     class Worker(SlowWorker):
         async def execute_activity(self, name: str, input: ReadLogsInput, **more: Any) -> Any:
             if len(self.asked) == 5:
                 self.asked.append(1)
-                raise ActivityFailureError(cause=TimeoutError())
+                raise error
             return await super().execute_activity(name, input, **more)
 
     assert print_all(Worker(lines=9), lambda printing: None) == []
@@ -141,3 +153,88 @@ def test_full_answers_are_asked_for_without_a_pause() -> None:
         runner.run(work())
     pauses = [after - before for before, after in itertools.pairwise(at)]
     assert [pause > 0 for pause in pauses] == [False] * 9 + [True] * 10
+
+
+class FailingWorker(SlowWorker):
+    """Answers once, and from then on with an error."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(lines=9)
+        self.error = error
+
+    async def execute_activity(self, name: str, input: ReadLogsInput, **more: Any) -> Any:
+        if self.asked and input.tail is None:
+            raise self.error
+        return await super().execute_activity(name, input, **more)
+
+
+@dataclass
+class HourJob:
+    """A job that runs for an hour more, and how it is followed."""
+
+    worker: SlowWorker
+    said: list[str] = field(default_factory=list)
+
+    def follow(self, command: str) -> float:
+        """Follow it as `logs` or `run` does; return after how many seconds that ended."""
+        client: Any = self.worker
+
+        async def work() -> None:
+            if command == "logs":
+                await follow.follow_logs(client, "q", "llama", logs.EVERYTHING, self.said.append)
+            else:
+                await follow.follow_with_logs(client, "q", "llama", self.said.append)
+
+        async def load_checked(*given: Any) -> tuple[jobs.JobSnapshot, JobState]:
+            return self._look(), running()
+
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            asyncio.Runner(loop_factory=JumpingLoop) as runner,
+        ):
+            patch.setattr(follow, "watch", self._watch)
+            patch.setattr(logs, "load_checked", load_checked)
+            runner.run(work())
+            return runner.get_loop().time()
+
+    def _look(self) -> jobs.JobSnapshot:
+        return jobs.JobSnapshot("llama", "r1", True, "RUNNING", 1, running(), "worker", {})
+
+    async def _watch(self, *given: Any, **more: Any) -> AsyncIterator[jobs.JobSnapshot]:
+        yield self._look()
+        await asyncio.sleep(3600)
+        yield self._look()
+
+
+@pytest.mark.parametrize("command", ["logs", "run"])
+def test_a_closed_pipe_ends_the_reading_at_once(
+    monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    class ClosedPipe:
+        """What `| head` leaves when it has read its lines."""
+
+        def write(self, text: str) -> int:
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+        def isatty(self) -> bool:
+            return False
+
+    monkeypatch.setattr(sys, "stdout", ClosedPipe())
+    job = HourJob(SlowWorker(lines=9))
+    with pytest.raises(BrokenPipeError):
+        job.follow(command)
+    assert not [text for text in job.said if "printed" in text]
+
+
+def test_an_error_ends_logs_that_are_followed() -> None:
+    with pytest.raises(RPCError, match="Standalone activity is disabled"):
+        HourJob(FailingWorker(REFUSED)).follow("logs")
+
+
+@pytest.mark.parametrize("error", [REFUSED, ValueError("no number")], ids=["server", "defect"])
+def test_what_ends_the_output_of_run_is_said_once(error: Exception) -> None:
+    job = HourJob(FailingWorker(error))
+    assert job.follow("run") >= 3600
+    begin, missing = (text for text in job.said if "printed" in text)
+    assert begin.startswith("the output of ranks is printed no more: ") and str(error) in begin
+    assert missing == "not printed of generation 1: 800 bytes of rank 0"
