@@ -724,8 +724,8 @@ def cancel(job: Job, reason: Reason = "") -> None:
     """Stop every rank of a job and end it as CANCELLED."""
     from relaunch.cli import jobs
 
-    run_with_client(lambda client, _: jobs.cancel(client, job, reason))
-    print(f"job {job}: cancellation requested")
+    is_taken = run_with_client(lambda client, _: jobs.cancel(client, job, reason))
+    print(f"job {job}: cancellation requested{'' if is_taken else jobs.UNCONFIRMED}")
 
 
 @app.command()

@@ -24,7 +24,7 @@ class Cancellation:
 
     def __init__(
         self,
-        cancel: Callable[[], Coroutine[Any, Any, None]],
+        cancel: Callable[[], Coroutine[Any, Any, object]],
         job: str,
         say: Callable[[str], None],
     ) -> None:

@@ -139,6 +139,8 @@ class Narrator:
         self._closed: set[datetime] = set()
         self._notices: tuple[str, ...] = ()
         self._first = True
+        self._silence = ""
+        """What was said of a worker that does not answer; empty: one does."""
 
     def tell(self, now: jobs.JobSnapshot) -> None:
         state = now.state
@@ -146,7 +148,13 @@ class Narrator:
             if now.phase != self._phase:
                 self._say(f"{now.phase}: {now.memo.get('reason', 'no worker answers')}")
             self._phase = now.phase
+            if now.open and now.silence != self._silence:
+                self._silence = now.silence
+                self._say(now.silence)
             return
+        if self._silence:
+            self._silence = ""
+            self._say("a worker answers now")
         if self._first:
             # Incidents closed before the first look are history, not news.
             self._closed.update(incident.opened for incident in state.incidents)

@@ -46,6 +46,8 @@ OUTCOME_QUERY_TIMEOUT = timedelta(seconds=2)
 OUTCOME_TIMEOUT_S = 5.0
 """Seconds to wait for what becomes of an order: one activity, which computes for a millisecond."""
 OUTCOME_INTERVAL_S = 0.05
+UNCONFIRMED = ", but no worker has confirmed it: it is done when one answers, so do not repeat it"
+"""What is said of an order that the server has, and that no worker has taken yet."""
 ACTIVITY_TIMEOUT = timedelta(seconds=10)
 JOB_FAILED = "JobFailed"
 """Type of the failure with which the workflow of a failed job ends."""
@@ -309,16 +311,17 @@ async def list_jobs(client: Client) -> list[JobSummary]:
     return sorted(newest.values(), key=lambda row: row.submitted, reverse=True)
 
 
-async def cancel(client: Client, name: str, reason: str) -> None:
+async def cancel(client: Client, name: str, reason: str) -> bool:
+    """Order the end of a job; return whether a worker has taken the order."""
     from relaunch.messages.jobs import CancelMessage
 
-    await signal_open(client, name, "cancel", CancelMessage(reason=reason, by=whoami()))
+    return await signal_open(client, name, "cancel", CancelMessage(reason=reason, by=whoami()))
 
 
 async def signal_open(
     client: Client, name: str, signal: str, message: CancelMessage | RetryMessage | ReportMessage
-) -> None:
-    """Send a running job an order.
+) -> bool:
+    """Send a running job an order; return whether a worker has taken it, as far as one can say.
 
     Raises:
         ConfigError: The job has ended, or its fleet's rules refuse the order.
@@ -326,7 +329,12 @@ async def signal_open(
     from relaunch.cli.sign import sign_message
 
     handle = handle_of(client, name)
-    seen = await _read_outcomes(client, name)
+    seen: list[dict[str, Any]] | None = None
+    is_answered = True
+    try:
+        seen = await _read_outcomes(client, name)
+    except RPCError:
+        is_answered = False
     signed = await sign_message(client, handle.id, signal, message)
     try:
         await handle.signal(signal, signed)
@@ -337,34 +345,43 @@ async def signal_open(
         raise ConfigError(
             f"job {name} has ended ({now.phase}): {signal} needs a running job"
         ) from None
-    if seen is not None:
-        known = max((one["number"] for one in seen), default=0)
-        await _await_outcome(client, name, signal, message.by, known)
+    if seen is None:
+        return is_answered
+    known = max((one["number"] for one in seen), default=0)
+    return await _await_outcome(client, name, signal, message.by, known)
 
 
 async def _read_outcomes(client: Client, name: str) -> list[dict[str, Any]] | None:
-    """Return what became of the newest orders; None: no worker answers, or one of an older build
-    does."""
+    """Return what became of the newest orders; None: a worker of an older build answers.
+
+    Raises:
+        RPCError: No worker answers.
+    """
     try:
         found: list[dict[str, Any]] = await handle_of(client, name).query(
             "orders", result_type=list[dict[str, Any]], rpc_timeout=OUTCOME_QUERY_TIMEOUT
         )
-    except (WorkflowQueryFailedError, WorkflowQueryRejectedError, RPCError):
+    except (WorkflowQueryFailedError, WorkflowQueryRejectedError):
         return None
     return found
 
 
-async def _await_outcome(client: Client, name: str, signal: str, by: str, known: int) -> None:
-    """Wait until an order is taken.
+async def _await_outcome(client: Client, name: str, signal: str, by: str, known: int) -> bool:
+    """Wait until an order is taken; return whether it was.
 
     Raises:
         ConfigError: It was refused.
     """
     deadline = time.monotonic() + OUTCOME_TIMEOUT_S
     while time.monotonic() < deadline:
-        for one in await _read_outcomes(client, name) or ():
+        try:
+            found = await _read_outcomes(client, name) or ()
+        except RPCError:
+            found = ()
+        for one in found:
             if one["number"] > known and (one["name"], one["by"]) == (signal, by):
                 if one["refusal"]:
                     raise ConfigError(one["refusal"])
-                return
+                return True
         await asyncio.sleep(OUTCOME_INTERVAL_S)
+    return False

@@ -394,7 +394,7 @@ def _discard_broken_output() -> bool:
 async def _wait_for_job(
     follow: Callable[[], Coroutine[Any, Any, int]],
     interruptions: asyncio.Queue[Interruption],
-    cancel: Callable[[str], Coroutine[Any, Any, None]],
+    cancel: Callable[[str], Coroutine[Any, Any, object]],
     outlives_terminal: bool,
     name: str,
     say: Callable[[str], None],

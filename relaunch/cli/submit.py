@@ -131,7 +131,7 @@ async def retry(
 
     Return a sentence that says which of the two was done.
     """
-    from relaunch.cli.jobs import describe, load_job, signal_open
+    from relaunch.cli.jobs import UNCONFIRMED, describe, load_job, signal_open
 
     avoid = tuple(check_name("node", node) for node in avoid)
     described = await describe(client, name)
@@ -141,7 +141,7 @@ async def retry(
 
         await check_nodes(client, now.state.spec.fleet, avoid)
     if described.status == WorkflowExecutionStatus.RUNNING:
-        await signal_open(
+        is_taken = await signal_open(
             client,
             name,
             "force_retry",
@@ -149,7 +149,8 @@ async def retry(
                 reason=reason, by=whoami(), avoid_nodes=avoid, renew_budgets=renew_budgets
             ),
         )
-        return f"job {name} is running: requested a new generation"
+        end = "" if is_taken else UNCONFIRMED
+        return f"job {name} is running: requested a new generation{end}"
     now = now or await load_job(client, name)
     if now.state is None:
         raise ConfigError(

@@ -40,6 +40,7 @@ from tests.console.fake_job import (
     T0,
     TRACEBACK,
     FakeTrainingJob,
+    job_state,
     probe_nodes,
     read_incidents,
     read_logs,
@@ -313,6 +314,19 @@ async def test_without_a_worker_jobs_are_shown_from_result_or_memo(
     assert (view["phase"], view["reason"], view["source"]) == ("QUEUED", "try", "memo")
     with pytest.raises(ConfigError, match="orphan: no worker"):
         await jobs.incidents(place.client, TASK_QUEUE, await jobs.load_job(place.client, "orphan"))
+
+
+async def test_an_order_that_no_worker_takes_is_said_to_wait(bare: Place) -> None:
+    await ensure_namespace(bare.client)
+    state = job_state(name="orphan")
+    spec = state.spec.model_copy(update={"name": "orphan"})
+    await submit(bare.client, "without-worker", spec, state.policy, has_fleet=True)
+    for command in ("retry", "cancel"):
+        done = await bare.starter(command, "orphan")
+        assert (done.code, done.err) == (0, ""), done
+        assert done.out.endswith(
+            ", but no worker has confirmed it: it is done when one answers, so do not repeat it\n"
+        ), done
 
 
 @pytest.mark.long
