@@ -38,6 +38,8 @@ COMMANDS = (
 ASKS = ["nodes", "trust"]
 """It reads from the terminal, and a fork of an `up` started in the same terminal would be stopped
 for that (SIGTTIN)."""
+SIGNS = "RELAUNCH_SSH_KEY"
+"""ssh-keygen asks for a passphrase in the terminal of its session, and a fork of `up` has none."""
 ANSWER_TIMEOUT = 1.0
 """Seconds for a fork and two short messages. A cold start takes about as long, so a longer wait
 gains nothing."""
@@ -51,6 +53,7 @@ def forward() -> None:
         len(sys.argv) < 2
         or sys.argv[1] not in COMMANDS
         or sys.argv[1:3] == ASKS
+        or os.environ.get(SIGNS)
         or os.environ.get(NO_WARM)
     ):
         return

@@ -5,6 +5,7 @@ One real `up`, and real signals.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import shutil
@@ -338,3 +339,30 @@ def test_a_terminal_stays_one_and_settings_files_start_cold(place: Place, tmp_pa
         timeout=WITHIN,
     )
     assert done.returncode == 2 and "relaunch.toml: jobs " in done.stderr
+
+
+@pytest.mark.skipif(not shutil.which("ssh-keygen"), reason="ssh-keygen is not installed")
+def test_a_passphrase_is_asked_for_in_the_terminal(place: Place, tmp_path: Path) -> None:
+    """A fork of `up` has none, and ssh-keygen asks nowhere else."""
+    key = tmp_path / "key"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "secret", "-f", key], check=True)
+    (tmp_path / "job.yaml").write_text("name: signed\ncommand: ['true']\n")
+    ours, theirs = os.openpty()
+    process = subprocess.Popen(
+        ["setsid", "--ctty", *place.command("submit", "job.yaml")],
+        cwd=tmp_path,
+        env=environment(RELAUNCH_STATE=str(place.folder / ".relaunch"), RELAUNCH_SSH_KEY=str(key)),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # its end closes the terminal
+        while True:
+            shown += os.read(ours, 4096)
+            if b"passphrase" in shown and b"secret" not in shown:
+                os.write(ours, b"secret\n")
+                shown += b"secret"
+    os.close(ours)
+    assert (process.wait(WITHIN), b"job signed submitted" in shown) == (0, True), shown
