@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 from typing import TYPE_CHECKING, Annotated, Any, TextIO, TypeVar, cast
 
 import typer
@@ -100,6 +101,9 @@ class GuardedStream:
 def guard_output() -> Iterator[None]:
     """Guard the standard output and the standard error of this process."""
     before = sys.stdout, sys.stderr
+    for stream in before:
+        if isinstance(stream, TextIOWrapper):  # where a locale lacks a letter, its escape is shown
+            stream.reconfigure(errors="backslashreplace")
     sys.stdout, sys.stderr = (cast(TextIO, GuardedStream(stream)) for stream in before)
     try:
         yield

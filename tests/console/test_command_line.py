@@ -194,6 +194,12 @@ async def test_what_follows_a_job_prints_at_once_into_a_pipe(place: Place) -> No
         assert follower.returncode == 143
 
 
+async def test_letters_that_a_locale_lacks_change_no_exit_code(place: Place) -> None:
+    job = place.write_job("narrow", "exit", "3")
+    done = await place.starter("submit", job, "--follow", PYTHONIOENCODING="ascii")
+    assert (done.code, done.err, "\\u2026" in done.out) == (3, "", True), done
+
+
 async def test_names_of_nothing_and_odd_names_are_one_sentence(place: Place) -> None:
     one_sentence(await place.starter("show", "missing"), "'missing'", "namespace default")
     one_sentence(await place.starter("cancel", "../x y"), "'../x y'")
