@@ -10,12 +10,13 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from temporalio.client import (
     ActivityFailureError,
     Client,
+    WorkflowExecution,
     WorkflowExecutionDescription,
     WorkflowExecutionStatus,
     WorkflowFailureError,
@@ -285,14 +286,17 @@ class JobSummary:
 
 async def list_jobs(client: Client) -> list[JobSummary]:
     """Return the newest run of every job, newest first."""
-    newest: dict[str, JobSummary] = {}
+    newest: dict[str, WorkflowExecution] = {}
     async for run in client.list_workflows(f'WorkflowType = "{WORKFLOW}"'):
         name = run.id.removeprefix(WORKFLOW_ID_PREFIX)
         before = newest.get(name)
         if run.status == WorkflowExecutionStatus.CONTINUED_AS_NEW or (
-            before and before.submitted >= run.start_time
+            before and before.start_time >= run.start_time
         ):
             continue
+        newest[name] = run
+    rows = []
+    for name, run in newest.items():
         status = run.status.name if run.status else "UNKNOWN"
         ended_badly = status in (
             "TERMINATED",
@@ -300,15 +304,30 @@ async def list_jobs(client: Client) -> list[JobSummary]:
             "FAILED",
         )  # not recorded by the workflow
         phase = status if ended_badly else run.typed_search_attributes.get(PHASE) or status
-        newest[name] = JobSummary(
-            name,
-            phase,
-            run.typed_search_attributes.get(GENERATION),
-            run.start_time,
-            run.close_time,
-            status,
+        rows.append(
+            JobSummary(
+                name,
+                phase,
+                run.typed_search_attributes.get(GENERATION),
+                await _read_submitted(run),
+                run.close_time,
+                status,
+            )
         )
-    return sorted(newest.values(), key=lambda row: row.submitted, reverse=True)
+    return sorted(rows, key=lambda row: row.submitted, reverse=True)
+
+
+async def _read_submitted(run: WorkflowExecution) -> datetime:
+    """Return when a job was submitted; a run that continues another has begun later."""
+    began = run.start_time
+    try:
+        submission = await run.memo_value("submission", None)
+    except Exception:  # a key is missing, or a stranger wrote it: the other jobs are listed
+        return began
+    # The number of a submission is its time in ms; jobs of 0.1.0 have none in their memo.
+    if isinstance(submission, int) and 0 < submission < began.timestamp() * 1000:
+        return datetime.fromtimestamp(submission / 1000, UTC)
+    return began
 
 
 async def cancel(client: Client, name: str, reason: str) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from relaunch.cli import gpu_views
 from relaunch.cli.job_views import age, names
-from relaunch.cli.terminal import make_console
+from relaunch.cli.terminal import make_console, print_columns
 from relaunch.evidence.findings import Verdict
 from relaunch.pool.state import FleetState, Mark, NodeRecord, NodeStatus
 from relaunch.pool.tenants import Tenant, is_claimed, jobs_on, node_state, tenants
@@ -235,11 +235,8 @@ def print_nodes(state: FleetState, now: datetime) -> None:
         tuple(map(printable, table_row(record, known.get(record.name, ()), now)))
         for record in state.nodes
     ]
-    if not sys.stdout.isatty():  # one line per node, for grep; rich takes seconds for 2,000
-        widths = [max(map(len, column)) for column in zip(TITLES, *lines, strict=True)]
-        print(
-            "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in (TITLES, *lines))
-        )
+    if not sys.stdout.isatty():  # rich takes seconds for 2,000
+        print_columns(TITLES, lines)
         return
     from rich.table import Table
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from relaunch.cli import job_views
-from relaunch.cli.terminal import make_console
+from relaunch.cli.terminal import make_console, print_columns
 from relaunch.config import ConfigError
+from relaunch.text import printable
 
 if TYPE_CHECKING:
     from relaunch.cli.jobs import JobSnapshot, JobSummary
+
+TITLES = ("JOB", "PHASE", "GENERATION", "SUBMITTED", "ENDED")
 
 
 def row(item: JobSummary) -> dict[str, Any]:
@@ -25,20 +29,34 @@ def row(item: JobSummary) -> dict[str, Any]:
 
 
 def print_jobs(rows: Sequence[JobSummary], now: datetime) -> None:
+    lines = [
+        (
+            printable(item.name),
+            printable(item.phase),
+            "" if item.generation is None else str(item.generation),
+            f"{job_views.age(now - item.submitted)} ago",
+            f"{job_views.age(now - item.ended)} ago" if item.ended else "",
+        )
+        for item in rows
+    ]
+    if not lines:
+        print("no jobs")
+        return
+    if not sys.stdout.isatty():
+        print_columns(TITLES, lines)
+        return
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("JOB", "PHASE", "GENERATION", "SUBMITTED", "ENDED"):
+    for title in TITLES:
         table.add_column(
-            title, no_wrap=title == "JOB", justify="right" if title == "GENERATION" else "left"
+            title,
+            no_wrap=title in ("JOB", "PHASE"),
+            justify="right" if title == "GENERATION" else "left",
         )
-    for item in rows:
-        generation = "" if item.generation is None else str(item.generation)
-        ended = f"{job_views.age(now - item.ended)} ago" if item.ended else ""
-        table.add_row(
-            item.name, item.phase, generation, f"{job_views.age(now - item.submitted)} ago", ended
-        )
-    make_console().print(table if rows else "no jobs")
+    for line in lines:
+        table.add_row(*line)
+    make_console().print(table)
 
 
 def show_view(now: JobSnapshot, at: datetime) -> dict[str, Any]:

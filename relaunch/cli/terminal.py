@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from io import TextIOWrapper
 from typing import TYPE_CHECKING, Annotated, Any, TextIO, TypeVar, cast
@@ -127,6 +127,12 @@ def make_console(**options: Any) -> Console:
 
     file = get_bare_stream(sys.stdout)
     return SafeConsole(file=file, markup=False, highlight=False, emoji=False, **options)
+
+
+def print_columns(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    """Print a table with one line for each row, however long, for grep."""
+    widths = [max(map(len, column)) for column in zip(titles, *lines, strict=True)]
+    print("\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in (titles, *lines)))
 
 
 def say(text: str) -> None:

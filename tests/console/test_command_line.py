@@ -14,15 +14,17 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from syrupy.assertion import SnapshotAssertion
+from temporalio.common import SearchAttributePair, TypedSearchAttributes
 from temporalio.worker import Worker
 
 from relaunch.cli import environment, jobs
+from relaunch.cli.client import PHASE
 from relaunch.cli.submit import submit
 from relaunch.config import ConfigError
 from relaunch.messages.ids import TASK_QUEUE
@@ -333,6 +335,36 @@ async def test_an_order_that_no_worker_takes_is_said_to_wait(bare: Place) -> Non
         assert done.out.endswith(
             ", but no worker has confirmed it: it is done when one answers, so do not repeat it\n"
         ), done
+
+
+async def test_jobs_says_when_a_job_was_submitted_not_continued(bare: Place) -> None:
+    """A job of many events continues as new, and each run of it has the memo of the job."""
+    await ensure_namespace(bare.client)
+    begins = {"of-three-days": T0, "a-stranger": "x", "from-the-future": T0.replace(year=3000)}
+    for name, begin in begins.items():
+        number = int(begin.timestamp() * 1000) if isinstance(begin, datetime) else begin
+        await bare.client.start_workflow(
+            "TrainingJob", id=f"job/{name}", task_queue="none", memo={"submission": number}
+        )
+    listed = json.loads((await bare.starter("jobs", "--json")).out)
+    assert [row["name"] for row in listed][-1] == "of-three-days", listed
+    submitted = {row["name"]: datetime.fromisoformat(row["submitted"]) for row in listed}
+    assert submitted["of-three-days"] == T0
+    assert submitted["a-stranger"] < submitted["from-the-future"] < datetime.now(UTC)
+
+
+async def test_a_job_is_one_line_in_a_pipe_however_long(bare: Place) -> None:
+    await ensure_namespace(bare.client)
+    name = f"pretraining-{'x' * 40}"
+    await bare.client.start_workflow(
+        "TrainingJob",
+        id=f"job/{name}",
+        task_queue="none",
+        search_attributes=TypedSearchAttributes([SearchAttributePair(PHASE, "WAITING_FOR_PERSON")]),
+    )
+    done = await bare.starter("jobs")
+    (line,) = (line for line in done.out.splitlines() if "WAITING_FOR_PERSON" in line)
+    assert line.split()[:2] == [name, "WAITING_FOR_PERSON"]
 
 
 @pytest.mark.long
