@@ -70,7 +70,10 @@ def read_job(path: Path, overrides: Mapping[str, Any]) -> tuple[JobSpec, Policy]
     if (refusal := clients.find_refusal(spec.command)) is not None:
         line = document.line(("command",))
         raise ConfigError(printable(f"{path}:{line}: command: {refusal}"))
-    policy = read_policy(spec.policy, path.parent, None if "policy" in overrides else document)
+    is_typed = "policy" in overrides  # then below the current folder, as every file of a flag
+    policy = (
+        read_policy(spec.policy) if is_typed else read_policy(spec.policy, path.parent, document)
+    )
     try:
         policy = apply_annotations(policy, spec.metadata.annotations)
     except ValueError as error:

@@ -304,6 +304,19 @@ def test_no_text_of_a_file_ends_in_a_traceback(pairs: list[tuple[str, str]]) -> 
                 assert sentence.isprintable() and len(sentence) < 700
 
 
+def test_a_policy_of_a_flag_is_a_file_of_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "jobs").mkdir()
+    for folder, restarts in ((tmp_path, 3), (tmp_path / "jobs", 5)):
+        (folder / "mine.yaml").write_text(f"max_restarts: {restarts}\n")
+    (tmp_path / "jobs" / "job.yaml").write_text(JOB + "policy: mine.yaml\n")
+    monkeypatch.chdir(tmp_path)
+    path = Path("jobs/job.yaml")
+    assert read_job(path, {})[1].max_restarts == 5
+    assert read_job(path, {"policy": "mine.yaml"})[1].max_restarts == 3
+
+
 def test_flags_win_over_the_file_and_a_bad_flag_is_named(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(JOB)
