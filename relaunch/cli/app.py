@@ -49,6 +49,8 @@ State = Annotated[
     typer.Option(metavar="DIR", help="State folder; default RELAUNCH_STATE or .relaunch."),
 ]
 BAD_INPUT = 2
+LONGEST_PERIOD = timedelta(days=36500)
+"""Longest duration that `report` takes. Python's dates begin with the year 1."""
 MAX_SENTENCE = 1500
 """Characters of an error that are printed: words of a command line that it quotes may be long."""
 
@@ -596,6 +598,10 @@ def report(
             raise ConfigError(f"{option}: {error}") from None
         if found is not None and not (isinstance(found, timedelta) and found):
             raise ConfigError(f"{option}: {text!r} is not a duration above 0, such as 30s or 7d")
+        if found is not None and found > LONGEST_PERIOD:
+            raise ConfigError(
+                f"{option}: {text!r} is too long: expected at most {LONGEST_PERIOD.days}d"
+            )
         return found
 
     now = datetime.now(UTC)

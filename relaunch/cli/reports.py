@@ -5,6 +5,7 @@ Every refusal raises `ConfigError` with a one-sentence message.
 
 from __future__ import annotations
 
+import asyncio
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from relaunch.config import ConfigError, Settings
 from relaunch.job.ledger import NONE
 from relaunch.job.report import JobRecord
 from relaunch.messages.ids import WORKFLOW_ID_PREFIX
+from relaunch.temporal import MAX_CALLS
 
 if TYPE_CHECKING:
     from temporalio.client import Client, WorkflowHistory
@@ -65,22 +67,33 @@ async def read_jobs(
     """Read the jobs of a fleet, or of all, that ran after `since`.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is none, or none can be read.
     """
     from relaunch.cli import jobs
 
+    gate = asyncio.Semaphore(MAX_CALLS)
+
+    async def load(name: str) -> JobSnapshot:
+        async with gate:  # without a worker, each takes seconds
+            return await jobs.load_job(client, name)
+
+    names = [
+        row.name
+        for row in await jobs.list_jobs(client)
+        if since is None or row.ended is None or row.ended >= since
+    ]
     found: list[ReadJob] = []
     unread: list[str] = []
-    for row in await jobs.list_jobs(client):
-        if since is not None and row.ended is not None and row.ended < since:
-            continue
-        now = await jobs.load_job(client, row.name)
+    for now in await asyncio.gather(*map(load, names)):
         if fleet is not None and now.memo.get("fleet") != fleet:
             continue
         if now.state is None:
-            unread.append(f"job {row.name} is left out: {now.silence}")
+            unread.append(f"job {now.name} is left out: {now.silence}")
             continue
         found.append(await _read(client, settings, now))
+    if not found and unread:
+        more = f"; and {len(unread) - 1} more" if unread[1:] else ""
+        raise ConfigError(f"there is nothing to report: {unread[0]}{more}")
     if not found:
         where = f" of fleet {fleet!r}" if fleet is not None else ""
         when = f" has run since {since:%Y-%m-%d %H:%M} UTC" if since is not None else " is known"

@@ -278,6 +278,8 @@ async def test_jobs_of_a_period_are_reported_together(place: Place) -> None:
         (("llama", "--fleet", "default"), ("expected either a job",)),
         (("llama", "--checkpoint-cost", "soon"), ("--checkpoint-cost", "soon", "30s")),
         (("--since", "0s"), ("--since", "0s", "above 0")),
+        (("--since", "800000d"), ("--since", "'800000d'", "at most 36500d")),
+        (("llama", "--checkpoint-cost", "800000d"), ("--checkpoint-cost", "at most 36500d")),
         (("--fleet", "none"), ("no job of fleet 'none'", "relaunch jobs")),
         (("no-such-job",), ("no-such-job",)),
     ],
@@ -286,6 +288,19 @@ async def test_a_report_of_nothing_is_one_sentence(
     place: Place, words: tuple[str, ...], parts: tuple[str, ...]
 ) -> None:
     one_sentence(await place.starter("report", *words), *parts)
+
+
+async def test_a_report_of_jobs_that_no_worker_reads_says_so(bare: Place) -> None:
+    await ensure_namespace(bare.client)
+    for name in ("first", "second"):
+        await bare.client.start_workflow(
+            "TrainingJob", id=f"job/left-{name}", task_queue="none", memo={"fleet": "lonely"}
+        )
+    one_sentence(
+        await bare.starter("report", "--fleet", "lonely"),
+        "job left-second is left out: no worker answers",
+        "; and 1 more",
+    )
 
 
 async def test_ctrl_c_cancels_the_job_and_run_ends_with_it(place: Place) -> None:

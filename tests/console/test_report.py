@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shutil
@@ -16,13 +17,16 @@ from typing import Any
 
 import pytest
 from syrupy.assertion import SnapshotAssertion
+from temporalio.client import Client
 
+from relaunch.cli import jobs, reports
 from relaunch.cli.report_page import LISTED, list_parts, make_page, write_page
 from relaunch.cli.report_views import report_lines, report_view
 from relaunch.cli.reports import EventLinks
 from relaunch.config import ConfigError
 from relaunch.job.report import JobRecord, make_report
 from relaunch.job.state import DecisionRecord
+from tests.console.test_last_output import JumpingLoop
 from tests.recovery.builders import T0, at
 from tests.recovery.simulated_training import Training, draw_faults, train
 from tests.recovery.test_report import INCIDENTS, make_job
@@ -266,3 +270,22 @@ def test_an_open_incident_is_shown_as_open() -> None:
     view = report_view(make_report([JobRecord(job, (*INCIDENTS[:3], opened))], T0), link)
     assert view["incidents"][-1]["closed"] is None
     assert "(open)" in make_page(view)
+
+
+def test_jobs_of_a_report_are_asked_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a worker the question for a state takes 5 s: a hundred jobs took eight minutes."""
+
+    async def list_jobs(client: Client) -> list[jobs.JobSummary]:
+        return [jobs.JobSummary(f"j{n}", "RUNNING", 1, T0, None, "RUNNING") for n in range(100)]
+
+    async def load_job(client: Client, name: str) -> jobs.JobSnapshot:
+        await asyncio.sleep(5)
+        return jobs.JobSnapshot(name, "r1", True, "RUNNING", 1, None, "memo", {})
+
+    monkeypatch.setattr(jobs, "list_jobs", list_jobs)
+    monkeypatch.setattr(jobs, "load_job", load_job)
+    nothing: Any = None
+    with asyncio.Runner(loop_factory=JumpingLoop) as runner:
+        with pytest.raises(ConfigError, match=r"job j0 is left out: .*; and 99 more"):
+            runner.run(reports.read_jobs(nothing, nothing, None, None))
+        assert runner.get_loop().time() <= 20
