@@ -36,6 +36,7 @@ from relaunch.backends.ssh.connection import (
     Connection,
     connect,
 )
+from relaunch.backends.ssh.identities import LISTING
 from relaunch.backends.ssh.route import (
     Hop,
     SshConfigError,
@@ -279,7 +280,8 @@ class SshBackend(SessionBackend):
             way = route(self._options, node, read_config(self._options))
         except SshConfigError as error:
             raise ConnectError(str(error), lasting=True) from error
-        within = len(way.hops) * (TCP + BANNER + KEY_EXCHANGE + AUTHENTICATION) + TCP
+        each = TCP + BANNER + KEY_EXCHANGE + LISTING + AUTHENTICATION
+        within = len(way.hops) * each + TCP
         watchdog = threading.Timer(
             within, connection.abort, (f"it took more than {within:g} s to log in",)
         )

@@ -18,7 +18,7 @@ from typing import cast
 import paramiko
 
 from relaunch.backends.ssh import known_hosts
-from relaunch.backends.ssh.identities import Identity, identities
+from relaunch.backends.ssh.identities import Identity, SshAgentError, identities
 from relaunch.backends.ssh.known_hosts import Entry, KeyStatus, fingerprint, kind
 from relaunch.backends.ssh.route import Hop, Route
 
@@ -446,6 +446,8 @@ def _authenticate(connection: Connection, hop: Hop) -> None:
                 return
             except paramiko.BadAuthenticationType as error:
                 allowed = error.allowed_types
+    except SshAgentError as error:
+        raise ConnectError(f"{error}: it was asked to sign the login", lasting=True) from error
     except (paramiko.SSHException, EOFError, OSError) as error:
         if connection.aborted is not None:
             raise ConnectError(connection.aborted) from error
@@ -456,9 +458,10 @@ def _authenticate(connection: Connection, hop: Hop) -> None:
     finally:
         found.close()
     tried = ", ".join(identity.text for identity in offered) or "no key"
-    beside = (
-        f"; {'; '.join(found.unusable)}" if found.unusable and (hop.chosen or not offered) else ""
-    )
+    unusable = [found.agent_failure] if found.agent_failure is not None else []
+    if hop.chosen or not offered:
+        unusable += found.unusable
+    beside = "".join(f"; {one}" for one in unusable)
     takes = f"; it takes {', '.join(allowed)}" if allowed and "publickey" not in allowed else ""
     raise ConnectError(
         f"the login of {hop.user} was refused: offered {tried}{beside}{takes}", lasting=True
