@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import shutil
 import socket
 import struct
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from relaunch.backends.ssh import identities
+from relaunch.backends.base import Unreachable
+from relaunch.backends.ssh import backend as ssh_backend
+from relaunch.backends.ssh import connection, identities
+from relaunch.backends.ssh.trust import host_key
 from tests.backends.ssh_site import Site, reason, site
 from tests.backends.sshd import make_key
 
@@ -115,3 +120,53 @@ async def test_an_ssh_agent_that_never_signs_is_named_and_not_the_node(
         async with asyncio.timeout(PATIENCE):
             said = await reason(site.backend(host, {"key": str(locked)}))
     assert said == f"the SSH agent at {path} does not answer: it was asked to sign the login"
+
+
+def make_token_key(file: Path) -> Path:
+    """Make the private key file of a hardware token, as `ssh-keygen -t ed25519-sk` does."""
+    kind, key, place = text(b"sk-ssh-ed25519@openssh.com"), text(bytes(range(32))), text(b"ssh:")
+    held = b"7777" * 2 + kind + key + place + b"\1" + text(b"handle") + text(b"") + text(b"mine")
+    held += bytes(range(1, 1 + -len(held) % 8))
+    none = text(b"none")
+    head = b"openssh-key-v1\0" + none + none + text(b"") + struct.pack(">I", 1)
+    body = base64.encodebytes(head + text(kind + key + place) + text(held)).decode()
+    file.write_text(
+        f"-----BEGIN OPENSSH PRIVATE KEY-----\n{body}-----END OPENSSH PRIVATE KEY-----\n"
+    )
+    file.chmod(0o600)
+    if shutil.which("ssh-keygen") is not None:
+        run = subprocess.run(["ssh-keygen", "-yf", str(file)], capture_output=True, check=True)
+        assert run.stdout.startswith(b"sk-ssh-ed25519@openssh.com "), "OpenSSH reads it"
+    return file
+
+
+async def test_a_key_of_a_hardware_token_is_passed_over(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    host, token = site.host(), make_token_key(site.folder / "token")
+    said = await reason(site.backend(host, {"key": str(token)}))
+    assert f"; {token} is of a kind that relaunch cannot use: " in said
+    site.config.write_text(f"Host *\n  IdentityFile {token}\n  IdentityFile {site.key}\n")
+    assert (await site.backend(host, {"key": None}).list("n1"))["outcome"] == "done"
+
+
+async def test_an_error_that_nothing_expects_is_of_one_node(
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(hop: object) -> None:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(connection, "identities", fail)
+    monkeypatch.setattr(ssh_backend, "BACKOFF", (600.0, 600.0))
+    monkeypatch.setattr(ssh_backend, "QUICK", 600.0)
+    host, jump = site.host(), site.host()
+    said = "the login failed in a way that relaunch does not know: ZeroDivisionError: a defect"
+    backend = site.backend(host)
+    assert await reason(backend) == said
+    assert await reason(backend) == said, "the node is in backoff"
+    spec = site.spec(host, {"proxy_jump": f"{jump.address}:{jump.port}"})
+    with pytest.raises(Unreachable) as refused:
+        await host_key(spec, spec.nodes[0])
+    assert refused.value.reason == said
+    assert caplog.text.count("ZeroDivisionError: a defect") == 2

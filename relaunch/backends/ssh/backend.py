@@ -35,6 +35,7 @@ from relaunch.backends.ssh.connection import (
     ConnectError,
     Connection,
     connect,
+    describe,
 )
 from relaunch.backends.ssh.identities import LISTING
 from relaunch.backends.ssh.route import (
@@ -301,6 +302,13 @@ class SshBackend(SessionBackend):
         except ConnectError:
             connection.abort()
             raise
+        except Exception as error:
+            # One node's login must not fail what is asked of all nodes.
+            connection.abort()
+            log.exception(
+                "the login to node %s failed in a way that relaunch does not know", way.name
+            )
+            raise ConnectError(describe(error)) from error
         finally:
             watchdog.cancel()
 

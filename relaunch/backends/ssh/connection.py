@@ -176,6 +176,11 @@ class Connection:
         return None
 
 
+def describe(error: Exception) -> str:
+    """Return a clause for a person about an error that nothing here expects."""
+    return f"the login failed in a way that relaunch does not know: {type(error).__name__}: {error}"
+
+
 def _how(error: BaseException, which: str) -> str:
     if isinstance(error, EOFError):
         return f"{which} closed it"

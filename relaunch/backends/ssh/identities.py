@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import paramiko
+from cryptography.exceptions import UnsupportedAlgorithm
 from paramiko.agent import AgentSSH
 
 from relaunch.backends.ssh.known_hosts import fingerprint, kind
@@ -149,6 +150,8 @@ def _read(path: Path) -> paramiko.PKey | str:
         return f"cannot be read: {error.strerror}"
     except (paramiko.PasswordRequiredException, TypeError):  # raised by its key library
         return "is locked by a passphrase and its key is not in the SSH agent"
+    except UnsupportedAlgorithm as error:  # a key of a hardware token, for example
+        return f"is of a kind that relaunch cannot use: {error}"
     except (paramiko.SSHException, paramiko.pkey.UnknownKeyType, ValueError) as error:
         return f"is no private key that can be read: {error}"
 

@@ -8,6 +8,7 @@ For commands that ask about one node. A backend checks the same keys by itself, 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from dataclasses import dataclass
 
@@ -15,10 +16,19 @@ import paramiko
 
 from relaunch.backends.base import Unreachable
 from relaunch.backends.ssh import known_hosts
-from relaunch.backends.ssh.connection import LOGINS, ConnectError, Connection, look, refuse
+from relaunch.backends.ssh.connection import (
+    LOGINS,
+    ConnectError,
+    Connection,
+    describe,
+    look,
+    refuse,
+)
 from relaunch.backends.ssh.known_hosts import KeyStatus
 from relaunch.backends.ssh.route import Hop, Route, SshConfigError, read_config, route
 from relaunch.spec.fleet import FleetNode, FleetSpec
+
+log = logging.getLogger("relaunch.ssh")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +86,11 @@ async def host_key(spec: FleetSpec, node: FleetNode, gates: Gates | None = None)
         raise Unreachable(node.name, failed.reason) from failed
     except (paramiko.SSHException, EOFError, OSError) as error:
         raise Unreachable(node.name, str(error)) from error
+    except SshConfigError:
+        raise
+    except Exception as error:
+        log.exception("the key of node %s could not be read", node.name)
+        raise Unreachable(node.name, describe(error)) from error
     finally:
         connection.abort()
         asked.add_done_callback(lambda done: done.cancelled() or done.exception())
