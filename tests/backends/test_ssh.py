@@ -338,6 +338,47 @@ async def test_a_revoked_key_is_refused_and_a_hashed_name_is_found(site: Site) -
     assert fingerprint(base64.b64decode(blob)) == own_fingerprint(host.public_keys[0])
 
 
+def ask_openssh(site: Site, name: str) -> str:
+    """Return why ssh does not log in to a host of the test's configuration; "" if it does."""
+    words = ["ssh", "-F", str(site.config), "-i", str(site.key), "-o", "BatchMode=yes"]
+    words += ["-o", f"UserKnownHostsFile={site.known_hosts}", "-o", "GlobalKnownHostsFile=none"]
+    words += ["-o", "StrictHostKeyChecking=yes", name, "true"]
+    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    return done.stderr if done.returncode else ""
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="no ssh here")
+async def test_a_host_key_alias_is_looked_up_as_openssh_does(site: Site) -> None:
+    host, other = site.host(known=False), make_key(site.folder / "other").with_suffix(".pub")
+    site.config.write_text(
+        f"Host gpu-01\n  HostName {host.address}\n  Port {host.port}\n  HostKeyAlias lab-gpu\n"
+    )
+    spec = site.spec(None, address="gpu-01")
+    assert "No ED25519 host key is known" in ask_openssh(site, "gpu-01")
+    key = await host_key(spec, spec.nodes[0])
+    assert key.standing is KeyStatus.UNKNOWN
+    remember(key)
+    assert ask_openssh(site, "gpu-01") == ""
+    assert (await site.backend(None, address="gpu-01").list("n1"))["outcome"] == "done"
+    site.known_hosts.write_text(f"lab-gpu {other.read_text()}")
+    assert "HAS CHANGED" in ask_openssh(site, "gpu-01")
+    key = await host_key(spec, spec.nodes[0])
+    assert (key.standing, key.known_as) == (KeyStatus.CHANGED, "lab-gpu")
+
+
+async def test_aliases_that_0_1_0_wrote_with_a_port_are_known(site: Site) -> None:
+    host, other = site.host(known=False), make_key(site.folder / "other").with_suffix(".pub")
+    site.config.write_text("Host *\n  HostKeyAlias lab-gpu\n")
+    spec, name = site.spec(host), f"[lab-gpu]:{host.port}"
+    site.known_hosts.write_text(f"{name} {host.public_keys[0]}")
+    assert (await site.backend(host).list("n1"))["outcome"] == "done"
+    site.known_hosts.write_text(f"{name} {other.read_text()}")
+    key = await host_key(spec, spec.nodes[0])
+    assert (key.standing, key.known_as) == (KeyStatus.CHANGED, name)
+    site.know(f"lab-gpu {host.public_keys[0]}")
+    assert (await host_key(spec, spec.nodes[0])).standing is KeyStatus.KNOWN
+
+
 async def test_a_refused_login_names_the_user_and_what_was_offered(site: Site) -> None:
     host = site.host()
     other = make_key(site.folder / "other")

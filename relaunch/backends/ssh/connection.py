@@ -100,6 +100,8 @@ class ServerKey:
     blob: bytes
     standing: KeyStatus
     entry: Entry | None
+    known_as: str
+    """The host's name in known_hosts."""
 
     @property
     def text(self) -> str:
@@ -328,10 +330,12 @@ def _exchange_keys(connection: Connection, hop: Hop, entries: tuple[Entry, ...])
     )
     transport.channel_timeout = TCP
     transport.clear_to_send_timeout = KEY_EXCHANGE
+    port = _known_port(hop, entries)
+    known_as = known_hosts.name_of(hop.known_as, port)
     options = transport.get_security_options()
     options.key_types = _order_key_types(
         tuple(options.key_types),
-        known_hosts.algorithms(entries, known_hosts.name_of(hop.known_as, hop.port)),
+        known_hosts.algorithms(entries, known_as),
     )
     connection.add(transport, stream)
     done = threading.Event()
@@ -344,8 +348,18 @@ def _exchange_keys(connection: Connection, hop: Hop, entries: tuple[Entry, ...])
         transport.close()
         raise failed
     key = transport.get_remote_server_key()
-    found = known_hosts.judge(entries, hop.known_as, hop.port, key.asbytes())
-    return ServerKey(key.get_name(), key.asbytes(), found.standing, found.entry)
+    found = known_hosts.judge(entries, hop.known_as, port, key.asbytes())
+    return ServerKey(key.get_name(), key.asbytes(), found.standing, found.entry, known_as)
+
+
+def _known_port(hop: Hop, entries: tuple[Entry, ...]) -> int:
+    """Return the port that is part of the host's name in known_hosts."""
+    with_port = known_hosts.name_of(hop.known_as, hop.port)
+    is_named = known_hosts.algorithms(entries, known_hosts.name_of(hop.known_as, hop.known_port))
+    # `nodes trust` of release 0.1.0 wrote a HostKeyAlias with the port.
+    return (
+        hop.port if not is_named and known_hosts.algorithms(entries, with_port) else hop.known_port
+    )
 
 
 def _order_key_types(offered: tuple[str, ...], known: Iterable[str]) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from pathlib import Path
 import paramiko
 from paramiko.ssh_exception import ConfigParseError
 
+from relaunch.backends.ssh.known_hosts import STANDARD_PORT
 from relaunch.spec.fleet import FleetNode, SshOptions, parse_jumps
 
 USER_CONFIG, SYSTEM_CONFIG = "~/.ssh/config", "/etc/ssh/ssh_config"
@@ -41,6 +42,8 @@ class Hop:
     user: str
     known_as: str
     """The name in known_hosts: its HostKeyAlias, or its host."""
+    known_port: int
+    """The port in known_hosts. OpenSSH looks up a HostKeyAlias without the port."""
     keys: tuple[str, ...]
     """Files of private keys, in the order in which they are offered."""
     only_these: bool
@@ -198,12 +201,15 @@ def _hop(
         else found.get("userknownhostsfile", "").split() or list(KNOWN_HOSTS)
     )
     everybodys = found.get("globalknownhostsfile", "").split() or list(KNOWN_TO_ALL)
+    port = port or int(given)
+    alias = found.get("hostkeyalias")
     return Hop(
         name=name,
         host=host,
-        port=port or int(given),
+        port=port,
         user=user or found.get("user") or getpass.getuser(),
-        known_as=found.get("hostkeyalias") or host,
+        known_as=alias or host,
+        known_port=STANDARD_PORT if alias else port,
         keys=tuple(keys),
         only_these=options.key is not None or found.get("identitiesonly", "no").lower() == "yes",
         chosen=options.key is not None,

@@ -105,7 +105,7 @@ def _host_key(connection: Connection, spec: FleetSpec, node: FleetNode, gates: G
     except ConnectError as failed:
         reason = failed.reason
     line = known_hosts.line_for(
-        way.node.known_as, way.node.port, key.algorithm, key.blob, way.node.hash_known_hosts
+        way.node.known_as, way.node.known_port, key.algorithm, key.blob, way.node.hash_known_hosts
     )
     return HostKey(
         node=node.name,
@@ -115,7 +115,7 @@ def _host_key(connection: Connection, spec: FleetSpec, node: FleetNode, gates: G
         reason=reason,
         file=_file(way),
         line=line,
-        known_as=known_hosts.name_of(way.node.known_as, way.node.port),
+        known_as=key.known_as,
         told_by=key.entry.file if key.entry is not None else "",
     )
 
