@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -17,12 +18,15 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from paramiko import SSHException
 
 from relaunch.backends.base import Unreachable
 from relaunch.backends.ssh import backend as ssh_backend
 from relaunch.backends.ssh import channel as ssh_channel
 from relaunch.backends.ssh.backend import SshBackend
+from relaunch.backends.ssh.channel import ChannelPipe
 from tests.backends.ssh_site import Site, python_double, reason, site
+from tests.backends.test_contract import reached
 
 __all__ = ["site"]
 pytestmark = pytest.mark.asyncio
@@ -180,6 +184,49 @@ async def test_a_node_that_takes_no_orders_is_given_up(
     ):
         # More than the window of its channel: what does not fit waits here, and not for ever.
         await backend.reboot("n1", "r1", "b1", "x" * 6 * 1024 * 1024)
+
+
+async def test_a_session_that_hears_and_cannot_speak_is_given_up(site: Site) -> None:
+    host = site.host()
+    backend = site.backend(host)
+    await backend.list("n1")
+    transport = backend._newest["n1"]._connection.transport
+    transport.clear_to_send_timeout = 0.2
+    host.signal(signal.SIGSTOP)
+    rekeying = asyncio.create_task(asyncio.to_thread(transport.renegotiate_keys))
+    try:
+        async with asyncio.timeout(PATIENCE):
+            while transport.clear_to_send.is_set():  # noqa: ASYNC110  (it sends no event)
+                await asyncio.sleep(0.01)
+        assert (await reason(backend)).startswith("nothing can be sent to the node: Key-exchange ")
+    finally:
+        host.signal(signal.SIGCONT)
+    with pytest.raises((SSHException, EOFError)):
+        await rekeying
+    assert (await reached(lambda: backend.list("n1")))["outcome"] == "done"
+
+
+async def test_lines_of_which_a_part_was_lost_are_not_read(site: Site) -> None:
+    """paramiko loses what it has read from a channel if it cannot say that there is room again."""
+    host, go = site.host(start=False), site.folder / "go"
+    wait = f"import time\nwhile not os.path.exists({str(go)!r}):\n    time.sleep(0.01)\n"
+    python_double(host, HAVE + wait + 'os.write(1, b"%0999d\\n" % 7 * 1500)\n' + READS_NOTHING)
+    host.start()
+    backend = site.backend(host)
+    pipe = await backend._open(backend.node("n1"))
+    transport = pipe._connection.transport
+    transport.clear_to_send_timeout = 0.2
+    transport.clear_to_send.clear()  # as while new keys are exchanged
+    go.touch()
+    async with asyncio.timeout(PATIENCE):
+        lines = {line async for line in _lines(pipe)}
+    assert lines == {b"%0999d\n" % 7}
+    assert (pipe.ended or "").startswith("what the node says cannot be read: Key-exchange ")
+
+
+async def _lines(pipe: ChannelPipe) -> AsyncIterator[bytes]:
+    while line := await pipe.readline():
+        yield line
 
 
 async def test_an_agent_that_ends_at_once_is_not_logged_in_to_always(

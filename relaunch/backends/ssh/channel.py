@@ -207,7 +207,12 @@ class ChannelPipe:
 
     def _finish_receive(self, done: asyncio.Future[bytes], take: Any) -> None:
         self._receiving = False
-        if not done.cancelled() and done.exception() is None:
+        if not done.cancelled() and (error := done.exception()) is not None:
+            # What it had taken from the channel is lost, and the lines after it are torn.
+            loss = self._connection.find_loss()
+            self.lost = loss is not None
+            self._break(loss or f"what the node says cannot be read: {error}")
+        elif not done.cancelled():
             take(done.result())
         self._pump()
 
@@ -288,12 +293,23 @@ class ChannelPipe:
                     self._channel.sendall(data[start : start + PIECE])
                 if ending:
                     self._channel.shutdown_write()
-            except (OSError, EOFError, paramiko.SSHException):
-                # The reader learns of this, and the reason, from the end of the channel.
+            except (OSError, EOFError, paramiko.SSHException) as error:
                 self._sending_since = None
+                with contextlib.suppress(RuntimeError):  # the loop is closed, and no reader is left
+                    self._loop.call_soon_threadsafe(self._fail_writing, error)
                 return
             with self._lock:
                 self._queued -= len(data)
+
+    def _fail_writing(self, error: Exception) -> None:
+        """Break the pipe, unless its reader learns of the failure from the end of the channel.
+
+        The reader then knows the reason, and takes what came before. But paramiko gives up sending
+        where an exchange of new keys takes long, and leaves the channel open: what is heard over it
+        would hide that nothing is said any more.
+        """
+        if not (isinstance(error, EOFError) or self._channel.closed):
+            self._break(f"nothing can be sent to the node: {error}")
 
     def _look(self) -> None:
         """Check that the node takes the data being sent, and break the pipe if it does not."""
