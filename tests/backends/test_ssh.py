@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import threading
 import time
@@ -25,7 +26,7 @@ import paramiko
 import pytest
 
 from relaunch.activities.launch import find_address
-from relaunch.backends.base import Backend, Preparation, StartedRanks, StartOrder
+from relaunch.backends.base import Backend, Preparation, StartedRanks, StartOrder, Unreachable
 from relaunch.backends.ssh import backend as ssh_backend
 from relaunch.backends.ssh import connection
 from relaunch.backends.ssh.backend import NeedsPerson, SshBackend
@@ -387,6 +388,52 @@ async def test_a_refused_login_names_the_user_and_what_was_offered(site: Site) -
     assert host.user in said and said.endswith(f"offered {offered}")
     with pytest.raises(NeedsPerson):
         await site.backend(host, user="no-such-user").list("n1")
+
+
+def close_connection(caller: socket.socket, server: paramiko.Transport) -> None:
+    caller.shutdown(socket.SHUT_RDWR)
+
+
+def reset_connection(caller: socket.socket, server: paramiko.Transport) -> None:
+    caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    caller.close()
+
+
+def say_farewell(caller: socket.socket, server: paramiko.Transport) -> None:
+    """As after too many keys (MaxAuthTries)."""
+    server.auth_handler._disconnect_no_more_auth()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        (close_connection, "the connection was lost during the authentication: the node closed it"),
+        (reset_connection, "the connection was lost during the authentication: the node reset it"),
+        (say_farewell, "was refused: offered"),
+    ],
+)
+async def test_a_connection_lost_while_logging_in_is_no_refusal(
+    site: Site, end: Callable[[socket.socket, paramiko.Transport], None], said: str
+) -> None:
+    key = make_key(site.folder / "host_key")
+
+    def serve(caller: socket.socket) -> None:
+        class Server(paramiko.ServerInterface):
+            def check_auth_publickey(self, username: str, key: paramiko.PKey) -> int:
+                end(caller, server)
+                return paramiko.common.AUTH_FAILED
+
+        server = paramiko.Transport(caller)
+        server.add_server_key(paramiko.PKey.from_path(key))
+        server.start_server(threading.Event(), Server())
+        server.join()
+
+    with listener(serve) as (address, port):
+        site.know(f"[{address}]:{port} {key.with_suffix('.pub').read_text()}")
+        with pytest.raises(Unreachable) as lost:
+            await site.backend(None, address=address, port=port).list("n1")
+    assert said in lost.value.reason
+    assert isinstance(lost.value, NeedsPerson) is (end is say_farewell)
 
 
 async def test_a_host_that_takes_no_keys_says_what_it_takes(site: Site) -> None:

@@ -94,6 +94,19 @@ class HopStream:
         return self._channel.closed
 
 
+class Transport(paramiko.Transport):
+    """A transport that remembers what broke it: paramiko's forgets an error that was asked for."""
+
+    broken_by: EOFError | OSError | None = None
+    """None as well where the other side has said that it disconnects."""
+
+    def get_exception(self) -> Exception | None:
+        error = super().get_exception()
+        if isinstance(error, EOFError | OSError):
+            self.broken_by = error
+        return error
+
+
 @dataclass(frozen=True, slots=True)
 class ServerKey:
     algorithm: str
@@ -117,12 +130,12 @@ class Connection:
         logging.getLogger("paramiko").setLevel(logging.CRITICAL)
         self._sockets: list[socket.socket] = []
         self._streams: list[socket.socket | HopStream] = []
-        self._transports: list[paramiko.Transport] = []
+        self._transports: list[Transport] = []
         self._aborted: str | None = None
         self._lock = threading.Lock()
 
     @property
-    def transport(self) -> paramiko.Transport:
+    def transport(self) -> Transport:
         return self._transports[-1]
 
     def add_socket(self, raw: socket.socket) -> None:
@@ -136,7 +149,7 @@ class Connection:
             self._sockets.remove(raw)
         raw.close()
 
-    def add(self, transport: paramiko.Transport, stream: socket.socket | HopStream) -> None:
+    def add(self, transport: Transport, stream: socket.socket | HopStream) -> None:
         with self._lock:
             self._transports.append(transport)
             self._streams.append(stream)
@@ -322,7 +335,7 @@ def _not_reached(hop: Hop, error: OSError) -> ConnectError:
 
 def _exchange_keys(connection: Connection, hop: Hop, entries: tuple[Entry, ...]) -> ServerKey:
     stream = _reach(connection, hop)
-    transport = paramiko.Transport(cast(socket.socket, stream))
+    transport = Transport(cast(socket.socket, stream))
     transport.banner_timeout, transport.handshake_timeout, transport.auth_timeout = (
         BANNER,
         KEY_EXCHANGE,
@@ -448,7 +461,7 @@ def _authenticate(connection: Connection, hop: Hop) -> None:
                         f"no answer to the authentication of {hop.user} within {AUTHENTICATION:g} s"
                     ) from error
                 if not transport.is_active():
-                    break
+                    raise
                 continue
             if not rest:
                 return
@@ -470,9 +483,13 @@ def _authenticate(connection: Connection, hop: Hop) -> None:
     except (paramiko.SSHException, EOFError, OSError) as error:
         if connection.aborted is not None:
             raise ConnectError(connection.aborted) from error
-        if not isinstance(error, paramiko.AuthenticationException) and not offered:
+        transport.get_exception()  # what broke it, if nothing has asked for that
+        cause = transport.broken_by or error
+        if isinstance(cause, EOFError | OSError) or not (
+            offered or isinstance(error, paramiko.AuthenticationException)
+        ):
             raise ConnectError(
-                f"the connection was lost during the authentication: {_how(error, 'the node')}"
+                f"the connection was lost during the authentication: {_how(cause, 'the node')}"
             ) from error
     finally:
         found.close()
