@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from relaunch.backends.ssh import backend as ssh_backend
 from relaunch.backends.ssh import connection
 from relaunch.backends.ssh.backend import NeedsPerson, SshBackend
 from relaunch.backends.ssh.known_hosts import KeyStatus, fingerprint, line_for
-from relaunch.backends.ssh.route import SshConfigError
+from relaunch.backends.ssh.route import SshConfigError, read_config, route
 from relaunch.backends.ssh.trust import host_key, remember
 from relaunch.cli.files import read_fleet
 from relaunch.job.state import Slot
@@ -668,6 +669,57 @@ async def test_a_failed_jump_host_is_named_and_so_is_a_node_beyond_it(
     said = await reason(site.backend(host, {"proxy_jump": way}))
     assert f"jump host {jump.address} failed" in said
     assert f"{jump.address}:{jump.port} refused " in said
+
+
+async def test_a_jump_host_that_hangs_holds_up_no_other_node(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ssh_backend, "CONNECTS", 2)
+    for module in (ssh_backend, connection):
+        monkeypatch.setattr(module, "BANNER", 600.0)
+    asked = threading.Event()
+
+    def hang(caller: socket.socket) -> None:
+        asked.set()
+        while caller.recv(1024):
+            pass
+
+    host = site.host()
+    with listener(hang) as (address, port):
+        site.config.write_text(f"Host behind-*\n  ProxyJump {address}:{port}\n")
+        fleet = site.spec(host).model_dump(exclude_unset=True)
+        behind = [f"behind-{number}" for number in range(4)]
+        nodes = ({"name": name, "address": name} for name in behind)
+        fleet["nodes"] = [*fleet["nodes"], *nodes]
+        backend = SshBackend(FleetSpec.model_validate(fleet), site.agent, 30.0)
+        site.backends.append(backend)
+        waiting = [asyncio.create_task(backend.list(name)) for name in behind]
+        await until(asked.is_set, "a login is at the jump host")
+        async with asyncio.timeout(60):
+            assert (await backend.list("n1"))["outcome"] == "done"
+        for one in waiting:
+            one.cancel()
+        await asyncio.wait(waiting)
+        await backend.close()
+
+
+async def test_a_login_that_is_given_up_waits_for_no_turn(site: Site) -> None:
+    jump, turn, given_up = site.host(), threading.BoundedSemaphore(1), connection.Connection()
+    spec = site.spec(jump, {"proxy_jump": f"{jump.address}:{jump.port}"})
+    way = route(spec.ssh, spec.nodes[0], read_config(spec.ssh))
+    login = partial(connection.connect, given_up, way, lambda hop: turn)
+    turn.acquire()
+    waiting = asyncio.create_task(asyncio.to_thread(login))
+    try:
+        given_up.abort("the worker ends")
+        async with asyncio.timeout(60):
+            with pytest.raises(connection.ConnectError, match=r"^the worker ends: it waited for "):
+                await waiting
+    finally:
+        turn.release()
+    with pytest.raises(connection.ConnectError, match=r"^the jump .* failed: the worker ends$"):
+        login()
+    assert turn.acquire(blocking=False), "it has ended its turn"
 
 
 # --- what is wrong before anything is tried -------------------------------------------------------

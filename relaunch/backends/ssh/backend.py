@@ -40,6 +40,7 @@ from relaunch.backends.ssh.connection import (
 from relaunch.backends.ssh.identities import LISTING
 from relaunch.backends.ssh.route import (
     Hop,
+    Route,
     SshConfigError,
     check,
     parse_config,
@@ -51,7 +52,8 @@ from relaunch.backends.ssh.ship import Artifact, NotStarted, remote_command, sta
 from relaunch.spec.fleet import FleetNode, FleetSpec
 
 CONNECTS = 32
-"""Connections opened at once. Each takes a thread and the arithmetic of a key exchange."""
+"""Connections opened at once, and over each jump host as many more. Each takes a thread and the
+arithmetic of a key exchange."""
 WRITERS = 32
 """Most threads that send to nodes which do not take the data at once. They are created as
 needed."""
@@ -130,6 +132,8 @@ class SshBackend(SessionBackend):
         self._config_read_at = -math.inf
         self._resolve_networks()
         self._connects = ThreadPoolExecutor(CONNECTS, thread_name_prefix="ssh-connect")
+        self._jump_connects: dict[tuple[str, int], ThreadPoolExecutor] = {}
+        """By jump host: the logins that wait for one that hangs must not hold up any others."""
         self._writers = ThreadPoolExecutor(WRITERS, thread_name_prefix="ssh-write")
         self._peace: dict[str, Backoff] = {}
         self._failures: dict[str, LoggedFailure] = {}
@@ -167,7 +171,8 @@ class SshBackend(SessionBackend):
         for connection in self._under_way:
             connection.abort("the worker ends")
         await super().close()
-        self._connects.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._connects, *self._jump_connects.values()):
+            pool.shutdown(wait=False, cancel_futures=True)
         self._writers.shutdown(wait=False)
 
     async def _connect(self, name: str) -> ChannelPipe:
@@ -266,21 +271,29 @@ class SshBackend(SessionBackend):
     async def _log_in_threaded(self, connection: Connection, node: FleetNode) -> paramiko.Channel:
         """Log in and open the channel in a thread, within the sum of the steps' time limits."""
         loop = asyncio.get_running_loop()
-        future = loop.run_in_executor(self._connects, partial(self._log_in, connection, node))
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            # No caller waits for the result any more: discard it.
-            future.add_done_callback(lambda done: done.cancelled() or done.exception())
-            raise
+        # Where the caller is cancelled, what waits in a pool is discarded with its future.
+        way = await loop.run_in_executor(self._connects, partial(self._find_route, node))
+        if connection.aborted is not None:
+            raise ConnectError(connection.aborted)
+        pool = self._connects
+        if len(way.hops) > 1:
+            jump = (way.hops[0].host, way.hops[0].port)
+            if jump not in self._jump_connects:
+                self._jump_connects[jump] = ThreadPoolExecutor(
+                    CONNECTS, thread_name_prefix="ssh-connect"
+                )
+            pool = self._jump_connects[jump]
+        return await loop.run_in_executor(pool, partial(self._log_in, connection, way))
 
-    def _log_in(self, connection: Connection, node: FleetNode) -> paramiko.Channel:
+    def _find_route(self, node: FleetNode) -> Route:
         try:
             # Read the configuration again each time: it is small, and a fix must not require a
             # restart of the worker.
-            way = route(self._options, node, read_config(self._options))
+            return route(self._options, node, read_config(self._options))
         except SshConfigError as error:
             raise ConnectError(str(error), lasting=True) from error
+
+    def _log_in(self, connection: Connection, way: Route) -> paramiko.Channel:
         each = TCP + BANNER + KEY_EXCHANGE + LISTING + AUTHENTICATION
         within = len(way.hops) * each + TCP
         watchdog = threading.Timer(

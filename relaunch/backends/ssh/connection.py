@@ -30,7 +30,7 @@ KEY_EXCHANGE = 10.0
 AUTHENTICATION = 15.0
 """Seconds. PAM may query a remote directory service."""
 STEP = 0.1
-"""Seconds between two checks for an answer. paramiko polls at this interval in any case."""
+"""Seconds between two checks whether a login that waits for its turn was given up."""
 KEEPALIVE = 15
 """Seconds without outgoing traffic after which a keepalive is sent. Without it, the loss of a node
 to which nothing is sent would go unnoticed."""
@@ -239,13 +239,20 @@ def look(
 def _pass(connection: Connection, route: Route, gate: Callable[[Hop], threading.Semaphore]) -> None:
     """Log in to the jump hosts."""
     for hop in route.hops[:-1]:
+        turn = gate(hop)
+        while not turn.acquire(timeout=STEP):
+            if connection.aborted is not None:
+                raise ConnectError(
+                    f"{connection.aborted}: it waited for its turn at the jump host {hop.name}"
+                )
         try:
-            with gate(hop):
-                _log_in(connection, hop, f"ssh {hop.name}")
+            _log_in(connection, hop, f"ssh {hop.name}")
         except ConnectError as failed:
             raise ConnectError(
                 f"the jump host {hop.name} failed: {failed.reason}", failed.lasting
             ) from failed
+        finally:
+            turn.release()
 
 
 def _log_in(connection: Connection, hop: Hop, trusted_by: str) -> None:
@@ -319,7 +326,7 @@ def _dial(connection: Connection, hop: Hop) -> socket.socket:
             failed = _not_reached(hop, error)
         else:
             return raw
-    raise failed
+    raise failed if connection.aborted is None else ConnectError(connection.aborted)
 
 
 def _not_reached(hop: Hop, error: OSError) -> ConnectError:
