@@ -197,7 +197,7 @@ class Link:
     def break_off(self, reason: str) -> None:
         if self._reason is None:
             self._reason = reason
-        self._pipe.kill()
+        self._pipe.kill(self._reason)
 
     async def close(self) -> None:
         """Close the session. Nothing on the node ends with it."""

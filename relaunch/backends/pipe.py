@@ -48,7 +48,12 @@ class Pipe(Protocol):
         """Close the sending side, so that the reader may finish and exit."""
         ...
 
-    def kill(self) -> None: ...
+    def kill(self, reason: str | None = None) -> None:
+        """End it at once.
+
+        `reason`: why it is of no use, where the caller knows that better than the pipe.
+        """
+        ...
 
     async def wait(self) -> None:
         """Wait until the other end is gone."""
@@ -140,7 +145,7 @@ class ProcessPipe:
     def end(self) -> None:
         self._stdin.close()
 
-    def kill(self) -> None:
+    def kill(self, reason: str | None = None) -> None:
         # To kill the process is not enough: while one of its children has the pipe open, its reader
         # and `wait` would wait for that child.
         self._transport.close()

@@ -555,6 +555,9 @@ class AgentSession:
                     raise ProtocolError(
                         self._node, f"the agent speaks protocol {said}, expected {PROTOCOL}"
                     )
+            except Unreachable as error:
+                pipe.kill(error.reason)
+                raise
             except BaseException:
                 # This also covers a cancelled caller: nothing else refers to this process.
                 pipe.kill()
@@ -585,7 +588,7 @@ class AgentSession:
             return greeting
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             await end(pipe)
-            said = _refusal(line) or pipe.last_words or (repr(line[:120]) if line else "")
+            said = _refusal(line) or pipe.last_words or (repr(line[:120]) if line else pipe.ended)
             raise Unreachable(
                 self._node, "the agent could not be started" + (f": {said}" if said else "")
             ) from error

@@ -186,6 +186,29 @@ async def test_a_node_that_takes_no_orders_is_given_up(
         await backend.reboot("n1", "r1", "b1", "x" * 6 * 1024 * 1024)
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            '{"outcome": "refused", "reason": "its state is broken"}',
+            "the agent could not be started: its state is broken",
+        ),
+        ('{"session": {"protocol": 99}}', "the agent speaks protocol 99, expected 1"),
+    ],
+)
+async def test_a_node_in_backoff_keeps_the_reason_of_its_agent(
+    site: Site, monkeypatch: pytest.MonkeyPatch, line: str, said: str
+) -> None:
+    monkeypatch.setattr(ssh_backend, "BACKOFF", (600.0, 600.0))
+    monkeypatch.setattr(ssh_backend, "SHORT_LIFE", 600.0)
+    host = site.host(start=False)
+    python_double(host, HAVE + f"say(b'{line}\\n')\nsys.exit(1)\n")
+    host.start()
+    backend = site.backend(host)
+    assert [await reason(backend) for _ in range(3)] == [said] * 3
+    assert host.logins() == 1
+
+
 async def test_a_session_that_hears_and_cannot_speak_is_given_up(site: Site) -> None:
     host = site.host()
     backend = site.backend(host)

@@ -73,8 +73,8 @@ class WirePipe:
         # TLS here closes both directions: what the agent still sends is dropped.
         self._close()
 
-    def kill(self) -> None:
-        self._over("the connection was closed")
+    def kill(self, reason: str | None = None) -> None:
+        self._over(reason or "the connection was closed")
         self._writer.transport.abort()
 
     async def wait(self) -> None:

@@ -152,7 +152,8 @@ class ChannelPipe:
         self._ending = self.is_finished = True
         self._begin_writing()
 
-    def kill(self) -> None:
+    def kill(self, reason: str | None = None) -> None:
+        self._reason = reason or self._reason
         self._break("the session was given up")
 
     async def wait(self) -> None:
