@@ -247,6 +247,28 @@ async def test_lines_of_which_a_part_was_lost_are_not_read(site: Site) -> None:
     assert (pipe.ended or "").startswith("what the node says cannot be read: Key-exchange ")
 
 
+async def test_a_long_line_after_a_short_one_is_read_to_its_end(site: Site) -> None:
+    """Taken ahead: the short line and the beginning of the long one. The rest is in the channel."""
+    host = site.host(start=False)
+    size = 4 * ssh_channel.AHEAD
+    say = f"sys.stdout.write('short\\n' + 'x' * {size} + '\\n')\nsys.stdout.flush()\n"
+    python_double(host, HAVE + say + READS_NOTHING)
+    host.start()
+    backend = site.backend(host)
+    pipe = await backend._open(backend.node("n1"))
+
+    async def all_has_come() -> None:
+        """Wait until nothing is left that would wake the pipe."""
+        left = pipe._channel.in_buffer
+        while len(pipe._data) + len(left) < size + 7 or pipe._woken:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+    async with asyncio.timeout(PATIENCE):
+        await all_has_come()
+        assert [len(await pipe.readline()) for _ in range(2)] == [6, size + 1]
+    pipe.kill()
+
+
 async def _lines(pipe: ChannelPipe) -> AsyncIterator[bytes]:
     while line := await pipe.readline():
         yield line

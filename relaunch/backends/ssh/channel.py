@@ -131,8 +131,7 @@ class ChannelPipe:
         line = bytes(self._data[:size])
         del self._data[:size]
         self._searched = 0
-        if len(self._data) < AHEAD:
-            self._pump()
+        self._pump()
         return line
 
     async def write(self, data: bytes) -> None:
