@@ -29,7 +29,14 @@ from temporalio.service import RPCError, RPCStatusCode
 from relaunch.access.orders import REFUSED
 from relaunch.cli.client import whoami
 from relaunch.cli.job_views import names
-from relaunch.cli.jobs import ACTIVITY_TIMEOUT, QUERY_TIMEOUT, list_jobs, load_job, signal_open
+from relaunch.cli.jobs import (
+    ACTIVITY_TIMEOUT,
+    QUERY_TIMEOUT,
+    JobSnapshot,
+    list_jobs,
+    load_job,
+    signal_open,
+)
 from relaunch.cli.sign import sign_message
 from relaunch.cli.terminal import check_name
 from relaunch.config import ConfigError
@@ -351,83 +358,79 @@ async def release(client: Client, task_queue: str, fleet: str, node: str, reason
 
 
 async def declare_dead(
-    client: Client, task_queue: str, node: str, reason: str, force: bool
+    client: Client, task_queue: str, fleet: str, node: str, reason: str, force: bool
 ) -> tuple[str, ...]:
-    """Report a node as dead to all running jobs that may have ranks there and to fleets that keep
-    it.
+    """Report a node of a fleet as dead to the running jobs of that fleet that may have ranks there,
+    and to the fleet if it keeps the node.
 
-    A fleet keeps a node for a job that has ended but may still have ranks there. Return the jobs
-    and fleets that received the report, for display.
+    A fleet keeps a node for a job that has ended but may still have ranks there. Another fleet may
+    have another node of the same name: nothing is sent to its jobs. Return who received the report,
+    for display.
 
     Raises:
-        ConfigError: No running job and no fleet is concerned, no worker answers for a running job,
-            or the node answers and `force` is not given.
+        ConfigError: No running job of the fleet is concerned, and neither is the fleet; no worker
+            answers for it or for one of its running jobs; or the node answers and `force` is not
+            given.
     """
+    check_name("fleet", fleet)
     check_name("node", node)
     gate = asyncio.Semaphore(MAX_CONCURRENT_READS)
-    fleets: dict[str, str] = {}
 
-    async def check_concerned(name: str) -> tuple[str, bool | None]:
+    async def load(name: str) -> JobSnapshot:
         async with gate:
-            state = (await load_job(client, name)).state
-        if state is None:
-            return name, None
-        fleets[name] = state.spec.fleet
-        return name, node in (
-            *(slot.node for slot in state.slots),
-            *state.maybe_alive,
-            *state.lost_names,
-        )
+            return await load_job(client, name)
 
     running = [row.name for row in await list_jobs(client) if row.status == "RUNNING"]
-    answers = await asyncio.gather(*(check_concerned(name) for name in running))
-    told = tuple(name for name, is_concerned in answers if is_concerned)
-    keeping = await _find_keeping_fleets(client, node)
-    if not force:
-        for fleet in sorted({*(fleets[name] for name in told), *keeping}):
-            await _check_silent(client, task_queue, fleet, node)
+    loaded = await asyncio.gather(*(load(name) for name in running))
+    concerned = {
+        now.name: now.state.spec.fleet
+        for now in loaded
+        if now.state is not None
+        and node
+        in (
+            *(slot.node for slot in now.state.slots),
+            *now.state.maybe_alive,
+            *now.state.lost_names,
+        )
+    }
+    told = tuple(name for name, of in concerned.items() if of == fleet)
+    is_kept = await _runs(client, fleet) and _keeps(await _query(client, fleet), node)
+    if not force and (told or is_kept):
+        await _check_silent(client, task_queue, fleet, node)
     for name in told:
         # force: the node was probed above, or the user insists, so the job need not itself have
         # missed the node for long.
         await signal_open(
             client, name, "report", ReportMessage(node=node, reason=reason, by=whoami(), force=True)
         )
-    for fleet in keeping:
-        message = {"node": node, "reason": reason, "by": whoami()}
+    if is_kept:
         await _send_signal(
             client,
             await _query(client, fleet),
             "declare_dead",
-            message,
+            {"node": node, "reason": reason, "by": whoami()},
             # Where there are no rules it cannot be refused.
             lambda state: state.access is None or not _keeps(state, node),
         )
-    everybody = (*told, *(f"fleet {fleet}" for fleet in keeping))
-    if silent := [name for name, is_concerned in answers if is_concerned is None]:
+    everybody = (*told, *((f"fleet {fleet}",) if is_kept else ()))
+    # The memo has the fleet once the job's first step is done.
+    if silent := [
+        now.name for now in loaded if now.state is None and now.memo.get("fleet", fleet) == fleet
+    ]:
         told_now = ", ".join(everybody) or "no job"
         raise ConfigError(
-            f"node {node}: sent to {told_now}; no worker answers for {', '.join(silent)}: start "
-            "one (`relaunch up` or `relaunch-worker`), then repeat the command"
+            f"node {node} of fleet {fleet}: sent to {told_now}; no worker answers for "
+            f"{', '.join(silent)}: start one (`relaunch up` or `relaunch-worker`), then repeat "
+            "the command"
         )
     if not everybody:
+        others = names(sorted({*concerned.values()}))
+        elsewhere = f"; jobs of other fleets have a node of that name: {others}" if others else ""
         raise ConfigError(
-            f"node {node}: no running job has ranks on it, and no fleet keeps it for an ended "
-            "job; nothing was sent"
+            f"node {node} of fleet {fleet}: no running job has ranks on it, and the fleet does not "
+            f"keep it for an ended job; nothing was sent{elsewhere}"
         )
     return everybody
-
-
-async def _find_keeping_fleets(client: Client, node: str) -> tuple[str, ...]:
-    """Return the running fleets that keep a node for possible ranks of an ended submission."""
-    found = []
-    async for execution in client.list_workflows(
-        f"WorkflowType = '{WORKFLOW}' AND ExecutionStatus = 'Running'"
-    ):
-        fleet = execution.id.removeprefix(FLEET_ID_PREFIX)
-        state = await _query(client, fleet)
-        if _keeps(state, node):
-            found.append(fleet)
-    return tuple(found)
 
 
 def _keeps(state: FleetState, node: str) -> bool:
@@ -459,18 +462,17 @@ async def _check_silent(client: Client, task_queue: str, fleet: str, node: str) 
         )
     except ActivityFailureError as error:
         raise ConfigError(
-            f"node {node}: no worker could probe it ({error.cause or error}); to declare it dead "
-            "without a probe, add --force"
+            f"node {node} of fleet {fleet}: no worker could probe it ({error.cause or error}); to "
+            "declare it dead without a probe, add --force"
         ) from None
     [probe] = probes
     if not probe.silent:
         jobs = ", ".join(sorted({f"job {live.job}" for live in probe.generations}))
         lives = f"ranks of {jobs} run there" if jobs else "no rank runs there"
         raise ConfigError(
-            f"node {node} answered just now, and {lives}: not declared dead, because its ranks "
-            "would keep running "
-            "beside new ones. Power it off or cut its network first; to declare it dead "
-            "anyway, add --force"
+            f"node {node} of fleet {fleet} answered just now, and {lives}: not declared dead, "
+            "because its ranks would keep running beside new ones. Power it off or cut its "
+            "network first; to declare it dead anyway, add --force"
         )
 
 

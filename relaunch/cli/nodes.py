@@ -234,16 +234,17 @@ def declare_dead(
         ),
     ],
     force: Annotated[bool, typer.Option("--force", help="Also if the node answers.")] = False,
+    fleet: Fleet = "default",
 ) -> None:
     """Vouch that nothing runs on a node any more, so that jobs that wait for it continue elsewhere.
-    Refused if the node answers, unless --force is given: ranks alive there would run beside the
-    new ones."""
+    Another fleet's node of the same name is another node: nothing is sent to its jobs. Refused if
+    the node answers, unless --force is given: ranks alive there would run beside the new ones."""
     from relaunch.cli import fleets
 
     told = run_with_client(
-        lambda client, s: fleets.declare_dead(client, s.task_queue, node, reason, force)
+        lambda client, s: fleets.declare_dead(client, s.task_queue, fleet, node, reason, force)
     )
-    print(f"node {node} declared dead: reported to {', '.join(told)}")
+    print(f"node {node} of fleet {fleet} declared dead: reported to {', '.join(told)}")
 
 
 @nodes_app.command("check")

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from syrupy.assertion import SnapshotAssertion
+from temporalio import activity
 from temporalio.client import WorkflowExecutionStatus
 from temporalio.service import RPCError
 from temporalio.worker import Worker
@@ -22,8 +23,9 @@ from relaunch.cli import answers, fleets
 from relaunch.cli.jobs import load_job
 from relaunch.cli.submit import retry, submit
 from relaunch.config import ConfigError
+from relaunch.messages.fleets import FleetInput
 from relaunch.messages.ids import TASK_QUEUE
-from relaunch.pool.state import FleetState
+from relaunch.pool.state import FleetState, NodeProbe
 from relaunch.spec.job import JobSpec
 from relaunch.spec.policy import preset
 from relaunch.temporal import ensure_namespace
@@ -237,6 +239,50 @@ async def test_jobs_on_fleets_and_nodes_that_are_unknown_are_refused(
         await retry(place.client, "jobs", "llama", "slow", ("gpu-01",), False)
         await place.client.get_workflow_handle("job/llama").terminate()
     assert sections(said) == page
+
+
+async def test_a_node_is_declared_dead_in_the_named_fleet_only(bare: Place) -> None:
+    """Two fleets have a node of that name, and it is off in one of them."""
+    await ensure_namespace(bare.client)
+
+    @activity.defn
+    async def probe_nodes(input: dict[str, Any]) -> tuple[NodeProbe, ...]:
+        silent = "no route to host" if input["fleet"] == "default" else ""
+        return tuple(NodeProbe(node, silent) for node in input["nodes"])
+
+    async def read_notices(job: str) -> tuple[str, ...]:
+        state = (await load_job(bare.client, job)).state
+        assert state is not None
+        return state.notices
+
+    async def declare(fleet: str) -> tuple[str, ...]:
+        return await fleets.declare_dead(bare.client, TASK_QUEUE, fleet, "local-1", "burnt", False)
+
+    # What no worker works for is in the way of that fleet only.
+    idle = FleetInput("idle")
+    await bare.client.start_workflow("Fleet", idle, id="fleet/idle", task_queue="idle")
+    async with Worker(
+        bare.client, task_queue=TASK_QUEUE, workflows=[FakeTrainingJob], activities=[probe_nodes]
+    ):
+        for job, fleet in (("here", "default"), ("there", "lab")):
+            spec = JobSpec(name=job, command=("wait",), nodes=2, fleet=fleet)
+            await submit(bare.client, TASK_QUEUE, spec, preset("default"), has_fleet=True)
+        assert await declare("default") == ("here",)
+        assert (await read_notices("here"), await read_notices("there")) == (
+            ("local-1 dead: burnt",),
+            (),
+        )
+        with pytest.raises(ConfigError, match="node local-1 of fleet lab answered just now"):
+            await declare("lab")
+        words = ("nodes", "declare-dead", "local-1", "--reason", "burnt", "--force", "--fleet")
+        one_sentence(await bare.starter(*words, "third"), "local-1", "third", ": default, lab")
+        output = read_output(await bare.starter(*words, "lab"))
+        assert output == "node local-1 of fleet lab declared dead: reported to there"
+        assert len(await read_notices("here")) == len(await read_notices("there")) == 1
+        await bare.client.start_workflow(
+            "TrainingJob", id="job/idle", task_queue="idle", memo={"fleet": "idle"}
+        )
+        assert await declare("default") == ("here",)
 
 
 async def test_what_the_fleet_does_not_take_is_said_with_what_it_noted(

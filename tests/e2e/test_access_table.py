@@ -195,7 +195,7 @@ class Table:
                 # Of a node that no job has there is nothing to declare.
                 job = await self.find_job("researcher", Row("", "declare-dead", "own"))
                 (node,) = (await self.read(job))["nodes"]
-                words = ("nodes", "declare-dead", node, "--force", *reason)
+                words = ("nodes", "declare-dead", node, "--force", *fleet, *reason)
             case ["nodes", name, _, *options]:
                 level = ("--level", "0") if name == "repair" else ()
                 words = ("nodes", name, NODE, *options, *level, *fleet, *reason)
