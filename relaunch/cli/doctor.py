@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from temporalio.service import RPCError, RPCStatusCode
 
-from relaunch.builds import Build, RunningWorkflow, list_running, read_builds
+from relaunch.builds import Build, Builds, RunningWorkflow, list_running, read_builds
+from relaunch.cli.client import WORKFLOW
 from relaunch.cli.upgrade import describe_build, read_task, read_task_failure
 from relaunch.cli.worker_status import read_statuses
 from relaunch.credentials import (
@@ -73,7 +74,7 @@ async def examine_service(client: Client, task_queue: str) -> list[Check]:
 
     async def examine(workflow: RunningWorkflow) -> Check | None:
         async with gate:
-            return await _examine_task(client, workflow, now)
+            return await _examine_task(client, workflow, builds, now)
 
     tasks = await asyncio.gather(*(examine(one) for one in running))
     found += [one for one in tasks if one is not None]
@@ -181,15 +182,16 @@ async def _examine_build(
     return Check("builds", text, action)
 
 
-async def _examine_task(client: Client, workflow: RunningWorkflow, now: datetime) -> Check | None:
+async def _examine_task(
+    client: Client, workflow: RunningWorkflow, builds: Builds, now: datetime
+) -> Check | None:
     try:
         task = await read_task(client, workflow)
         if task.attempt > 1 and (failure := await read_task_failure(client, workflow)):
             return Check(
                 workflow.id,
                 f"its workflow task fails (attempt {task.attempt}): {failure}",
-                "its ranks run on unwatched; `relaunch rollback` returns to the build before, or"
-                " install a release that continues it",
+                _advise(workflow, task.build, builds),
             )
     except RPCError as error:
         if error.status is RPCStatusCode.NOT_FOUND:  # it has ended meanwhile
@@ -201,6 +203,22 @@ async def _examine_task(client: Client, workflow: RunningWorkflow, now: datetime
             workflow.id, f"no worker takes its workflow task since {seconds} s", "see builds"
         )
     return None
+
+
+def _advise(workflow: RunningWorkflow, build: str, builds: Builds) -> str:
+    """Return what to do about a workflow whose tasks fail on a build."""
+    current, previous = builds.current, builds.previous
+    command = ""
+    if current is not None and build not in ("", current.id):
+        command = f"`relaunch rollback {current.id}` tries again to move it there from {build}, or "
+    elif current is not None and previous is not None:
+        # After a rollback that is the newer one: whether it is the better one, a person knows.
+        command = (
+            f"`relaunch rollback {previous.id}` returns to the build that was current before"
+            f" {current.id}, or "
+        )
+    unwatched = "its ranks run on unwatched; " if workflow.type == WORKFLOW else ""
+    return f"{unwatched}{command}install a release that continues it"
 
 
 async def _examine_channels(client: Client, notifier: str) -> list[Check]:

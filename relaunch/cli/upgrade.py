@@ -67,7 +67,8 @@ async def upgrade(
     Raises:
         ConfigError: no worker of this build runs.
     """
-    return await _switch(client, task_queue, build or build_id(), say, within)
+    target = build or build_id()
+    return await _switch(client, task_queue, target, "relaunch upgrade", say, within)
 
 
 async def rollback(
@@ -90,16 +91,22 @@ async def rollback(
                 " expected one to go back to"
             )
         build = previous.id
-    return await _switch(client, task_queue, build, say, within)
+    # Without the name it would return to the build that was left; and so may `relaunch upgrade`.
+    return await _switch(client, task_queue, build, f"relaunch rollback {build}", say, within)
 
 
 async def _switch(
     client: Client,
     task_queue: str,
     target: str,
+    again: str,
     say: Callable[[str], None],
     within: timedelta,
 ) -> int:
+    """Make a build current and have everything move to it; return an exit code.
+
+    `again` is the command that does the same once more.
+    """
     builds = await _find_worker(client, task_queue, target, within)
     before = builds.current
     if before is not None and before.id == target:
@@ -116,7 +123,7 @@ async def _switch(
         for workflow, build in left:
             where = f"is still on {build}" if build else "is on no build yet"
             say(f"  {workflow.id} {where}: {await _explain(client, workflow)}")
-        say("keep the workers of these builds; `relaunch upgrade` shows again what is left")
+        say(f"keep the workers of these builds; `{again}` shows again what is left")
         return 1
     say(f"{count_noun(moving.count, 'workflow')} moved; nothing is left on another build")
     if idle:
@@ -266,11 +273,13 @@ class _Move:
 class PendingTask:
     """A workflow task that was not completed."""
 
-    def __init__(self, attempt: int = 0, since: datetime | None = None) -> None:
+    def __init__(self, attempt: int = 0, since: datetime | None = None, build: str = "") -> None:
         self.attempt = attempt
         """1 for the first; 0: there is none."""
         self.since = since
         """When its first attempt was scheduled."""
+        self.build = build
+        """The build that has it; empty: its workflow is on none yet."""
 
 
 async def read_task(client: Client, workflow: RunningWorkflow) -> PendingTask:
@@ -284,7 +293,11 @@ async def read_task(client: Client, workflow: RunningWorkflow) -> PendingTask:
     if not described.HasField("pending_workflow_task"):
         return PendingTask()
     task = described.pending_workflow_task
-    return PendingTask(task.attempt, task.original_scheduled_time.ToDatetime(UTC))
+    versioning = described.workflow_execution_info.versioning_info
+    # On its way to a build, it has tasks there, and none of them was completed yet.
+    at = versioning.version_transition if versioning.HasField("version_transition") else versioning
+    since = task.original_scheduled_time.ToDatetime(UTC)
+    return PendingTask(task.attempt, since, at.deployment_version.build_id)
 
 
 async def read_task_failure(client: Client, workflow: RunningWorkflow) -> str:

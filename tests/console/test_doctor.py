@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,13 +13,15 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from temporalio.client import Client
 from temporalio.service import RPCError, RPCStatusCode
 
-from relaunch.cli import worker_status
+from relaunch.builds import Build, Builds, RunningWorkflow
+from relaunch.cli import doctor, worker_status
 from relaunch.cli.doctor import (
     examine_files,
     examine_heartbeats,
     examine_routes,
     examine_rules,
 )
+from relaunch.cli.upgrade import PendingTask
 from relaunch.config import Settings
 from relaunch.messages.workers import HeartbeatStatus, UnusableFile, WorkerStatus
 from relaunch.worker import make_fleets
@@ -76,6 +79,40 @@ async def test_a_server_without_such_activities_asks_no_worker() -> None:
     assert await ask(Server(refused)) == []
     with pytest.raises(RPCError):
         await ask(Server(RPCError("away", RPCStatusCode.UNAVAILABLE, b"")))
+
+
+async def test_builds_are_named_in_what_a_failing_workflow_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After a rollback the build before is the one that was just left."""
+    week = timedelta(days=7)
+    old, new = Build("0.1.0", False, NOW - week, NOW), Build("0.2.0", True, NOW, NOW)
+    upgraded = Builds((old, new))
+    returned = Builds((replace(old, is_current=True), replace(new, is_current=False)))
+
+    async def advise(kind: str, build: str, builds: Builds) -> str:
+        async def read_task(client: Client, workflow: RunningWorkflow) -> PendingTask:
+            return PendingTask(2, NOW, build)
+
+        async def read_failure(client: Client, workflow: RunningWorkflow) -> str:
+            return "a bug"
+
+        monkeypatch.setattr(doctor, "read_task", read_task)
+        monkeypatch.setattr(doctor, "read_task_failure", read_failure)
+        failing = RunningWorkflow("a/b", "r1", kind)
+        check = await doctor._examine_task(cast(Client, None), failing, builds, NOW)
+        assert check is not None
+        return check.action
+
+    release = "install a release that continues it"
+    before = "returns to the build that was current before 0.2.0"
+    back = f"`relaunch rollback 0.1.0` {before}, or {release}"
+    assert await advise("TrainingJob", "0.2.0", upgraded) == f"its ranks run on unwatched; {back}"
+    assert await advise("Fleet", "", upgraded) == back
+    moved = f"`relaunch rollback 0.1.0` tries again to move it there from 0.2.0, or {release}"
+    assert await advise("Fleet", "0.2.0", returned) == moved
+    assert await advise("NodeRepair", "0.2.0", Builds((new,))) == release
+    assert await advise("Notifier", "", Builds()) == release
 
 
 def test_files_are_named_once_with_the_workers_concerned() -> None:

@@ -167,7 +167,8 @@ async def test_jobs_return_from_a_build_with_a_bug(own_world: World) -> None:
     code, said = await bad.run(world, "upgrade", "--within", "20s")
     assert (code, "a bug of build 2" in said) == (1, True), said
     code, said = await bad.run(world, "doctor")
-    assert (code, "a bug of build 2" in said, "rollback" in said) == (1, True, True), said
+    advice = f"`relaunch rollback {first.id}`"
+    assert (code, "a bug of build 2" in said, advice in said) == (1, True, True), said
     code, said = await world.run_starter("show", job.name)
     assert "`relaunch doctor` says why" in said
     assert (await read_failed_tasks(metrics))["TrainingJob"] > 0

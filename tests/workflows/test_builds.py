@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from datetime import timedelta
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +18,15 @@ from temporalio.runtime import Runtime, TelemetryConfig
 from temporalio.service import RPCError, RPCStatusCode
 from temporalio.worker import Worker
 
-from relaunch.builds import RunningWorkflow, deployment, list_running, make_current, read_builds
+from relaunch.builds import (
+    Build,
+    Builds,
+    RunningWorkflow,
+    deployment,
+    list_running,
+    make_current,
+    read_builds,
+)
 from relaunch.cli import upgrade as upgrades
 from relaunch.cli.upgrade import MISSING_QUEUES, PendingTask, rollback, upgrade
 from relaunch.job.state import Phase
@@ -169,6 +178,35 @@ async def test_a_job_whose_server_learns_late_of_a_build_still_moves(
             await asyncio.gather(*late)
             await job.handle.signal("cancel", {"reason": "enough"})
             await job.result()
+
+
+async def test_advice_after_a_rollback_does_not_undo_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One workflow stays where it is; the command that is printed is typed again."""
+    now = datetime.now(UTC)
+    builds = [Build("new", True, now, now), Build("old", False, now - timedelta(days=1), now)]
+    said: list[str] = []
+
+    async def read(client: Client, queue: str) -> Builds:
+        return Builds(tuple(builds))
+
+    async def make(client: Client, queue: str, target: str, token: bytes) -> None:
+        builds[:] = [replace(one, is_current=one.id == target) for one in builds]
+
+    async def list_stuck(client: Client, queue: str, build: str) -> list[RunningWorkflow]:
+        return [RunningWorkflow("repair/a/n1", "r1", "NodeRepair")] if build == "new" else []
+
+    monkeypatch.setattr(upgrades, "read_builds", read)
+    monkeypatch.setattr(upgrades, "make_current", make)
+    monkeypatch.setattr(upgrades, "list_running", list_stuck)
+    server, within = cast(Client, None), timedelta(0)
+    assert await rollback(server, "q", None, said.append, within) == 1
+    assert "`relaunch rollback old` shows again" in said[-1], said
+    assert await rollback(server, "q", "old", said.append, within) == 1
+    assert "build old is current already" in said, said
+    builds[:] = [replace(one, is_current=not one.is_current) for one in builds]
+    monkeypatch.setattr(upgrades, "build_id", lambda: "old")
+    assert await upgrade(server, "q", "", said.append, within) == 1
+    assert "`relaunch upgrade` shows again" in said[-1], said
 
 
 async def test_a_workflow_whose_tasks_fail_later_is_still_handed_over(
