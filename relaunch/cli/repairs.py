@@ -5,20 +5,21 @@ Every refusal raises `ConfigError` with a one-sentence message and changes nothi
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from temporalio.client import ActivityFailureError, Client
+from temporalio.client import ActivityFailureError, Client, WorkflowFailureError
 from temporalio.common import RetryPolicy
-from temporalio.exceptions import WorkflowAlreadyStartedError
+from temporalio.exceptions import TerminatedError, WorkflowAlreadyStartedError
 
 from relaunch.cli.client import TASK_TIMEOUT, whoami
 from relaunch.cli.job_views import age
 from relaunch.cli.sign import sign_start
-from relaunch.cli.terminal import check_name, make_console
+from relaunch.cli.terminal import check_name, make_console, say
 from relaunch.config import ConfigError
 from relaunch.messages.ids import REPAIR_ID_PREFIX
 from relaunch.messages.jobs import NodeRepairInput, NodeRepairResult
@@ -155,9 +156,18 @@ async def repair(
     """Order a repair and wait for its end. The user who orders it has thereby approved it.
 
     Raises:
-        ConfigError: A repair of this node is under way.
+        ConfigError: A repair of this node is under way, no worker could carry one out, or it ended
+            without a result.
     """
+    from relaunch.cli.worker_status import list_pollers
+
     id_ = repair_id(fleet, node)
+    if not await list_pollers(client, task_queue):
+        # Left for the next worker, it would be carried out whenever one starts.
+        raise ConfigError(
+            f"node {node}: no worker answers for fleet {fleet}, and nothing was ordered: start one "
+            "(`relaunch up` or `relaunch-worker`), then repeat the command"
+        )
     order = NodeRepairInput(
         fleet=fleet,
         node=node,
@@ -181,12 +191,22 @@ async def repair(
             task_timeout=TASK_TIMEOUT,
             static_summary=f"{strategy} of {node}, ordered by {whoami()}",
         )
+        result: NodeRepairResult = await handle.result()
+    except asyncio.CancelledError:  # ctrl-C
+        say(f"what was ordered goes on: to cancel it, see {id_} in the web UI")
+        raise
     except WorkflowAlreadyStartedError:
         raise ConfigError(
             f"node {node}: a repair of it is running already ({id_}); see or cancel it in the web "
             "UI"
         ) from None
-    result: NodeRepairResult = await handle.result()
+    except WorkflowFailureError as error:
+        how = "was terminated" if isinstance(error.cause, TerminatedError) else "failed"
+        raise ConfigError(
+            f"node {node}: its repair {how} ({error.cause}), and what it had ordered may be "
+            f"carried out all the same: see {id_} in the web UI, then "
+            f"`relaunch nodes check {node} --fleet {fleet}`"
+        ) from None
     return result
 
 

@@ -127,7 +127,7 @@ class FakeRepair:
         self._told: AnswerMessage | None = None
 
     @workflow.run
-    async def run(self) -> str:
+    async def run(self, order: Any = None) -> str:
         await workflow.wait_condition(
             lambda: self._told is not None and workflow.all_handlers_finished()
         )

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import signal
+import sys
 from collections.abc import AsyncIterator
 from datetime import timedelta
 from typing import Any
@@ -29,7 +31,7 @@ from relaunch.pool.state import FleetState, NodeProbe
 from relaunch.spec.job import JobSpec
 from relaunch.spec.policy import preset
 from relaunch.temporal import ensure_namespace
-from tests.console.commands import Done, Place, one_sentence
+from tests.console.commands import STARTER, Done, Place, bare_environment, one_sentence
 from tests.console.fake_fleet import DEAF, FakeFleet, FakeRepair, read_fleet
 from tests.console.fake_job import FakeTrainingJob
 from tests.pages import sections
@@ -178,6 +180,52 @@ async def test_a_repair_without_a_job_is_answered_by_its_nodes_name(
             await place.starter("nodes", "answer", node, "deny", "--reason", "x"),
             f"repair/default/{node}",
         )
+
+
+REBOOT = ("nodes", "repair", "--reboot", "--reason", "Xid 79")
+
+
+async def test_a_repair_without_a_worker_is_not_ordered(bare: Place) -> None:
+    done = await bare.starter(*REBOOT, "gpu-09", RELAUNCH_TASK_QUEUE="unserved")
+    _, refusal = done.err.splitlines()
+    assert (done.code, done.out) == (2, ""), done
+    assert "no worker answers for fleet default, and nothing was ordered" in refusal
+    with pytest.raises(RPCError):
+        await bare.client.get_workflow_handle("repair/default/gpu-09").describe()
+
+
+async def test_a_repair_says_how_it_ended_and_that_it_goes_on(place: Place) -> None:
+    repair = place.client.get_workflow_handle("repair/default/gpu-01")
+
+    async def order() -> asyncio.subprocess.Process:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, STARTER, *REBOOT, "gpu-01"),
+            env=bare_environment({"TEMPORAL_ADDRESS": place.address}),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        while True:
+            assert process.returncode is None
+            try:
+                described = await repair.describe()
+            except RPCError:
+                continue
+            if described.status is WorkflowExecutionStatus.RUNNING:
+                return process
+
+    waiting = await order()
+    waiting.send_signal(signal.SIGINT)
+    out, err = await waiting.communicate()
+    assert (waiting.returncode, out) == (130, b"")
+    assert "what was ordered goes on: to cancel it, see repair/default/gpu-01" in err.decode()
+    assert (await repair.describe()).status is WorkflowExecutionStatus.RUNNING
+    await repair.terminate(reason="by mistake")
+    waiting = await order()
+    await repair.terminate(reason="by mistake")
+    out, err = await waiting.communicate()
+    _, refusal = err.decode().splitlines()
+    assert (waiting.returncode, out) == (2, b"")
+    assert "its repair was terminated (by mistake)" in refusal
 
 
 UNUSABLE: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
