@@ -656,7 +656,9 @@ def follow(job: Job) -> None:
 def logs(
     job: Job,
     rank: Annotated[int | None, typer.Option(help="Only this rank.")] = None,
-    generation: Annotated[int | None, typer.Option(help="Default: the newest.")] = None,
+    generation: Annotated[
+        int | None, typer.Option(help="Default: the newest that has started.")
+    ] = None,
     tail: Annotated[
         int | None, typer.Option(min=0, help="Start with this many last lines of each rank.")
     ] = None,

@@ -371,13 +371,20 @@ async def print_job_logs(
 ) -> int:
     """Print the logs of one generation of a job; with `follow`, until its ranks have ended.
 
-    Return the exit code: 1 if a rank's log was not found.
+    By default it is the newest that has started. Return the exit code: 1 if a rank's log was not
+    found.
 
     Raises:
         ConfigError: There are no logs to read, or no worker that could read them.
     """
     now, state = await load_checked(client, job, selection)
-    number = state.generation if generation is None else generation
+    number = generation
+    if number is None:
+        number = state.generation
+        if state.launched_at is None and not state.phase.is_final and number > 1:
+            # What is looked for is usually why it is launched.
+            say(f"generation {number} has not started: these are the logs of {number - 1}")
+            number -= 1
     if not 1 <= number <= state.generation or not state.slots:
         if state.generation == 0:
             raise ConfigError(f"job {job} has not launched yet: there are no logs")
@@ -385,6 +392,11 @@ async def print_job_logs(
     where = generation_of(state, number)
     if where is None:
         raise ConfigError(explain_forgotten(state, number))
+    size = len(where.nodes) * state.spec.ranks_per_node
+    if selection.rank is not None and selection.rank >= size and state.spec.launcher == "none":
+        raise ConfigError(
+            f"job {job}: generation {number} has no rank {selection.rank}: expected 0 to {size - 1}"
+        )
     where = limit_to_rank(where, state, selection.rank)
     if await read(client, task_queue, where, None, 0.0, Selection(tail=0)) is None:
         raise ConfigError(NO_WORKER.format(job))
