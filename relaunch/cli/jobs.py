@@ -81,8 +81,19 @@ class JobSnapshot:
         return f"no worker answers: {known}"
 
     @property
-    def phase(self) -> str:
+    def recorded_phase(self) -> str:
+        """The phase that the job has recorded last."""
         return str(self.state.phase) if self.state else str(self.memo.get("phase", self.status))
+
+    @property
+    def phase(self) -> str:
+        """The job's phase; the workflow's status where that was ended from outside, which the job
+        could not record."""
+        from relaunch.job.state import Phase
+
+        recorded = self.recorded_phase
+        ends = {str(one) for one in Phase if one.is_final}
+        return recorded if self.open or recorded in ends else self.status
 
 
 def handle_of(client: Client, name: str) -> WorkflowHandle[Any, Any]:

@@ -108,7 +108,8 @@ def _describe_forced_end(now: JobSnapshot) -> dict[str, Any]:
         return {}
     ended = now.status.lower().replace("_", " ")
     reason = (
-        f"its workflow {'was' if ended == 'terminated' else 'has'} {ended} in phase {now.phase}; "
+        f"its workflow {'was' if ended == 'terminated' else 'has'} {ended} in phase "
+        f"{now.recorded_phase}; "
         "the fleet stops its ranks within a minute or two and takes the nodes back"
     )
     what = "nothing: `relaunch retry` or `relaunch submit` starts it again"

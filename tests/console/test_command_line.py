@@ -323,6 +323,20 @@ async def test_ctrl_c_cancels_the_job_and_run_ends_with_it(place: Place) -> None
     assert "cancelling job long" in err and "job long CANCELLED" in err
 
 
+async def test_a_terminated_job_is_called_so_by_each_command(place: Place) -> None:
+    await place.starter("submit", place.write_job("llama"))
+    assert (await jobs.load_job(place.client, "llama")).phase == "RUNNING"
+    await place.client.get_workflow_handle("job/llama").terminate()
+    one_sentence(
+        await place.starter("cancel", "llama", "--reason", "enough"), "has ended (TERMINATED)"
+    )
+    shown = json.loads((await place.starter("show", "llama", "--json")).out)
+    assert shown["phase"] == "TERMINATED"
+    assert "was terminated in phase RUNNING" in shown["reason"]
+    again = await place.starter("retry", "llama", "--reason", "by mistake")
+    assert (again.code, "had ended (TERMINATED)" in again.out) == (0, True), again
+
+
 async def test_without_a_worker_jobs_are_shown_from_result_or_memo(
     place: Place,
 ) -> None:
