@@ -71,6 +71,8 @@ class JobSnapshot:
     watch: Watch | None = None
     attempts: int = 0
     """Attempts at its workflow task; more than one: they fail, or no worker answered them."""
+    closed_at: datetime | None = None
+    """When its workflow has ended."""
 
     @property
     def silence(self) -> str:
@@ -144,6 +146,7 @@ async def load_job(client: Client, name: str, known: JobSnapshot | None = None) 
         memo=await described.memo(),
         watch=merge_watches(await _heartbeats(client, described)) if is_open else None,
         attempts=attempts,
+        closed_at=described.close_time,
     )
 
 

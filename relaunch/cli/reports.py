@@ -108,7 +108,8 @@ async def _read(client: Client, settings: Settings, now: JobSnapshot) -> ReadJob
 
     incidents, missing = await jobs.incidents(client, settings.task_queue, now)
     assert now.state is not None, "else its incidents cannot be read"
-    record = JobRecord(now.state, tuple(incidents), (missing,) if missing else ())
+    missed = (missing,) if missing else ()
+    record = JobRecord(now.state, tuple(incidents), missed, now.closed_at)
     histories, complete = await jobs.read_histories(client, now.name, None)
     if now.state.ledger.charged_until is None:
         record = await _restore(client, record, histories, complete)

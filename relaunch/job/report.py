@@ -255,6 +255,8 @@ class JobRecord:
     state: JobState
     incidents: tuple[Incident, ...]
     missing: tuple[str, ...] = ()
+    closed_at: datetime | None = None
+    """When its workflow was ended from outside (terminated), of which its state knows nothing."""
 
 
 def make_report(
@@ -272,7 +274,7 @@ def make_report(
         since: Only time and incidents after this; an incident that opened before is not listed.
         checkpoint_cost: How long ranks do not train when they save; None: as they report it.
     """
-    settled = [settle(one.state, now) for one in records]
+    settled = [_settle(one, now) for one in records]
     cut, notes = [], []
     if since is not None:
         for index, record in enumerate(records):
@@ -312,7 +314,7 @@ def make_report(
         jobs=tuple(one.name for one in settled),
         start=min(starts),
         end=max(ends),
-        is_over=all(one.phase.is_final for one in settled),
+        is_over=all(map(_is_over, settled)),
         wall=sum((measure_wall(one) for one in settled), NONE),
         totals=totals,
         incidents=tuple(priced),
@@ -421,7 +423,7 @@ def _list_jobs(
         rows.append(
             JobCost(
                 job.name,
-                job.phase.is_final,
+                _is_over(job),
                 sum(totals.values(), NONE),
                 sum((span for one, span in totals.items() if one.is_effective), NONE),
                 sum((span for one, span in totals.items() if one.is_loss), NONE),
@@ -429,6 +431,17 @@ def _list_jobs(
             )
         )
     return tuple(sorted(rows, key=lambda row: (-row.lost, row.job)))
+
+
+def _settle(record: JobRecord, now: datetime) -> JobState:
+    if record.closed_at is None or record.state.phase.is_final:
+        return settle(record.state, now)
+    # The fleet stops its ranks a minute or two later.
+    return replace(settle(record.state, record.closed_at), ended_at=record.closed_at)
+
+
+def _is_over(job: JobState) -> bool:
+    return job.phase.is_final or job.ended_at is not None
 
 
 # --- a part of a job's time

@@ -319,6 +319,17 @@ def test_a_period_that_begins_in_the_queue_has_part_of_the_wait() -> None:
     assert report.totals == {Account.PRODUCTIVE: HOUR}
 
 
+def test_a_terminated_job_is_charged_until_its_workflow_ended() -> None:
+    job = replace(running(), ledger=Ledger(at(0), {}))
+    record = JobRecord(job, (), closed_at=at(600))
+    report = make_report([record], at(600) + timedelta(days=5))
+    assert (report.wall, report.end, report.is_over) == (timedelta(seconds=600), at(600), True)
+    assert [one.is_over for one in make_report([record, JobRecord(job, ())], at(900)).by_job] == [
+        True,
+        False,
+    ]
+
+
 def test_an_open_incident_is_charged_up_to_now() -> None:
     job = running()
     job = replace(
