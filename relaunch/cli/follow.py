@@ -15,7 +15,7 @@ from temporalio.service import RPCError
 from relaunch.cli import job_views, jobs, logs
 from relaunch.cli.cancellation import explain
 from relaunch.cli.rank_output import Printer, RunOutput
-from relaunch.cli.terminal import make_console
+from relaunch.cli.terminal import is_closed_output, make_console
 from relaunch.job import failure
 from relaunch.job.state import Incident, JobState, Phase
 from relaunch.spec.job import OutputStream
@@ -444,7 +444,7 @@ class LogReader:
         error = _find_error(reading)
         if error is None or error is self._error:
             return
-        if self._is_needed or isinstance(error, OSError):
+        if self._is_needed or is_closed_output(error):
             raise error
         self._error = error
         self._say(f"the output of ranks is printed no more: {explain(error)}")
@@ -473,7 +473,7 @@ class LogReader:
             is_done = reading.done() and not reading.cancelled() and reading.exception() is None
             reading.cancel()
             await asyncio.wait({reading})  # it prints what it has
-            is_wanted = not isinstance(_find_error(reading), OSError)
+            is_wanted = not is_closed_output(_find_error(reading))
             if is_wanted and (not is_done or self._given_up):
                 report_unprinted(await self._explain_unprinted())
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from temporalio.client import ActivityFailureError, Client, WorkflowFailureError
 from temporalio.common import RetryPolicy
-from temporalio.exceptions import TerminatedError, WorkflowAlreadyStartedError
+from temporalio.exceptions import CancelledError, TerminatedError, WorkflowAlreadyStartedError
 
 from relaunch.cli.client import TASK_TIMEOUT, whoami
 from relaunch.cli.job_views import age
@@ -193,7 +193,7 @@ async def repair(
         )
         result: NodeRepairResult = await handle.result()
     except asyncio.CancelledError:  # ctrl-C
-        say(f"what was ordered goes on: to cancel it, see {id_} in the web UI")
+        say(f"if it was ordered, it goes on: to cancel it, see {id_} in the web UI")
         raise
     except WorkflowAlreadyStartedError:
         raise ConfigError(
@@ -201,7 +201,8 @@ async def repair(
             "UI"
         ) from None
     except WorkflowFailureError as error:
-        how = "was terminated" if isinstance(error.cause, TerminatedError) else "failed"
+        ends = {TerminatedError: "was terminated", CancelledError: "was cancelled"}
+        how = ends.get(type(error.cause), "failed")
         raise ConfigError(
             f"node {node}: its repair {how} ({error.cause}), and what it had ordered may be "
             f"carried out all the same: see {id_} in the web UI, then "

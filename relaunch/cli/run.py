@@ -6,9 +6,7 @@ Its exit code is the job's.
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
-import select
 import shutil
 import signal
 import sys
@@ -23,6 +21,7 @@ from relaunch.cli import environment, files, rank_signals, torchrun
 from relaunch.cli.cancellation import Cancellation, explain
 from relaunch.cli.own_service import OwnService, keep_agents, start_own
 from relaunch.cli.rank_output import RunOutput
+from relaunch.cli.terminal import is_closed_output, list_closed_outputs
 from relaunch.config import ConfigError, Settings
 from relaunch.spec.annotations import apply_grace_period
 from relaunch.spec.job import JobSpec
@@ -215,6 +214,7 @@ async def _run(
     code: int | None = None
     keeping: asyncio.Task[None] | None = None
     is_printed = True  # all that ranks have printed
+    stdout = _identify_stdout()
 
     def report_unprinted(text: str) -> None:
         nonlocal is_printed
@@ -291,7 +291,7 @@ async def _run(
         if own and not is_running:
             keep_agents(settings, own)
             own.stop()
-            if code == 0 and is_printed:
+            if code == 0 and is_printed and _identify_stdout() == stdout:  # nothing was discarded
                 shutil.rmtree(own.state, ignore_errors=True)
 
 
@@ -375,15 +375,18 @@ async def _watch_output(interruptions: asyncio.Queue[Interruption], is_ignored: 
         await asyncio.sleep(OUTPUT_CHECK_INTERVAL_S)
 
 
-def _discard_broken_output() -> bool:
-    """Return whether output can no longer be written, and discard what is written from now on.
+def _identify_stdout() -> tuple[int, int] | None:
+    """Return what descriptor 1 is: it changes where what is written is discarded."""
+    try:
+        found = os.fstat(1)
+    except OSError:  # the shell has closed it
+        return None
+    return found.st_dev, found.st_ino
 
-    The terminal was closed, or the program that reads a pipe has ended.
-    """
-    poll = select.poll()
-    for stream in (1, 2):
-        poll.register(stream, 0)
-    broken = [stream for stream, _ in poll.poll(0)]  # errors are always reported
+
+def _discard_broken_output() -> bool:
+    """Return whether output can no longer be written, and discard what is written from now on."""
+    broken = list_closed_outputs()
     for stream in broken:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream)
@@ -424,7 +427,7 @@ async def _wait_for_job(
             )
             if following.done():
                 error = following.exception()
-                if _is_broken_output(error):
+                if is_closed_output(error):
                     _discard_broken_output()
                     if not outlives_terminal:
                         interruptions.put_nowait(OUTPUT_CLOSED)
@@ -471,7 +474,3 @@ async def _outlast(
     if not cancellation.is_taken:
         raise error
     say(f"exiting{cancellation.describe()}; it is followed no more: {explain(error)}")
-
-
-def _is_broken_output(error: BaseException | None) -> bool:
-    return isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.EIO)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import select
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
@@ -114,6 +116,27 @@ def guard_output() -> Iterator[None]:
 def get_bare_stream(stream: TextIO) -> TextIO:
     """Return the stream on which a command may draw, having escaped what others wrote."""
     return stream.bare if isinstance(stream, GuardedStream) else stream
+
+
+def list_closed_outputs() -> list[int]:
+    """Return which of descriptors 1 and 2 can no longer be written to.
+
+    The terminal was closed, or the program that reads a pipe has ended.
+    """
+    poll = select.poll()
+    for stream in (1, 2):
+        poll.register(stream, 0)
+    return [stream for stream, _ in poll.poll(0)]  # errors are always reported
+
+
+def is_closed_output(error: BaseException | None) -> bool:
+    """Return whether an error is that of a write to a closed pipe or terminal.
+
+    A file on a disk that fails gives EIO as well, and one on a full disk another error.
+    """
+    if not isinstance(error, OSError):
+        return False
+    return error.errno == errno.EPIPE or (error.errno == errno.EIO and bool(list_closed_outputs()))
 
 
 def make_console(**options: Any) -> Console:

@@ -114,8 +114,9 @@ def restore_state(state: FleetState, fact: PreviousRun, now: datetime) -> FleetS
     if (state.is_restored and not state.restore_error) or not state.nodes:
         return state
     is_news = fact.lost != state.restore_error
+    is_first, was_open = not state.is_restored, state.breaker.is_open
     state = replace(_take_over(state, fact), restore_error=fact.lost)
-    state = _clear_suspects(state, fact, now)
+    state = _clear_suspects(state, fact, now, can_close=is_first)
     present = {record.name for record in state.nodes}
     gone = [record for record in fact.nodes if record.name not in present]
     state = keep_removed(state, gone, now) if gone else state
@@ -126,7 +127,7 @@ def restore_state(state: FleetState, fact: PreviousRun, now: datetime) -> FleetS
             f"and has to be said again: {fact.lost}",
             now,
         )
-    if not state.breaker.is_open:
+    if not was_open:
         # As many nodes were out before without opening the breaker, or a person knew of it.
         out = sum(is_out(node) and not node.is_removed for node in state.nodes)
         state = replace(state, out_when_resumed=max(state.out_when_resumed, out))
@@ -162,12 +163,18 @@ def _take_over(state: FleetState, fact: PreviousRun) -> FleetState:
     )
 
 
-def _clear_suspects(state: FleetState, fact: PreviousRun, now: datetime) -> FleetState:
+def _clear_suspects(
+    state: FleetState, fact: PreviousRun, now: datetime, can_close: bool
+) -> FleetState:
     """Put nodes in service that are suspects by what jobs repeat of the time before they were
     found healthy or released.
 
-    A claim may come before what the run before knew. The breaker may have opened for these nodes;
-    it opens again if too many others are out.
+    A claim may come before what the run before knew.
+
+    Args:
+        can_close: Whether the breaker, if it is open, can only be open for the number of nodes that
+            are out: until the first restore no reboot is permitted. It opens again if too many
+            others are out.
     """
     known = {one.name: one for one in fact.nodes if one.status is NodeStatus.IN_SERVICE}
     nodes = tuple(
@@ -176,10 +183,10 @@ def _clear_suspects(state: FleetState, fact: PreviousRun, now: datetime) -> Flee
     )
     if nodes == state.nodes:
         return state
-    breaker = state.breaker
-    if breaker.is_open and not fact.breaker.is_open:
-        breaker = replace(breaker, reason="", since=None)
-    return replace(state, nodes=nodes, breaker=breaker)
+    state = replace(state, nodes=nodes)
+    if can_close and not fact.breaker.is_open:
+        state = replace(state, breaker=replace(state.breaker, reason="", since=None))
+    return state
 
 
 def _clear_suspect(record: NodeRecord, cleared_at: datetime | None, now: datetime) -> NodeRecord:

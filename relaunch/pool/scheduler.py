@@ -8,7 +8,7 @@ equal states, events and times give equal results.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import assert_never
@@ -176,12 +176,12 @@ class Scheduler:
     fleet of ten thousand nodes is not gone through for each message: `docs/decisions/0050`.
     """
 
-    def __init__(self, spares_renamed: bool = True) -> None:
+    def __init__(self, spares_renamed: Callable[[], bool] = lambda: True) -> None:
         """Initialize.
 
         Args:
-            spares_renamed: Whether ranks of a job that has nodes that were renamed, or got another
-                login, are never taken for misplaced ones. Release 0.1.0 stopped them.
+            spares_renamed: Asked where ranks seem misplaced that may be on a node by another name
+                or login: whether they are left alone. Release 0.1.0 stopped them.
         """
         self._spares_renamed = spares_renamed
         self._placement = Placement(FleetState(""), datetime.min.replace(tzinfo=UTC))
@@ -407,7 +407,7 @@ def _reclaim_nodes(
     now: datetime,
     under_way: frozenset[str],
     placement: Placement,
-    spares_renamed: bool,
+    spares_renamed: Callable[[], bool],
 ) -> tuple[FleetState, list[ReclaimOrder]]:
     """Stop the ranks that no running job stops, each submission again after `RECLAIM_INTERVAL`."""
     orphaned = _find_orphaned_ranks(state, placement)
@@ -431,7 +431,7 @@ def _reclaim_nodes(
 
 
 def _find_misplaced_ranks(
-    state: FleetState, placement: Placement, spares_renamed: bool
+    state: FleetState, placement: Placement, spares_renamed: Callable[[], bool]
 ) -> list[ReclaimOrder]:
     """Return orders to stop ranks of running jobs on nodes that their claims do not hold.
 
@@ -444,12 +444,7 @@ def _find_misplaced_ranks(
     """
     if state.awaited_jobs is None:
         return []
-    in_file = {node.name for node in state.nodes if not node.is_removed}
-    running = {
-        record.claim.job: record
-        for record in state.claims
-        if not record.is_closed and not (spares_renamed and _has_renamed(record, in_file))
-    }
+    running = {record.claim.job: record for record in state.claims if not record.is_closed}
     found: dict[tuple[str, int, int], set[str]] = defaultdict(set)
     for use in placement.orphaned:
         node = use.record
@@ -470,6 +465,11 @@ def _find_misplaced_ranks(
                 and _is_known_elsewhere(record, node)
             ):
                 found[job, one.submission, one.generation].add(node.name)
+    if found:
+        in_file = {node.name for node in state.nodes if not node.is_removed}
+        doubtful = {key for key in found if _has_renamed(running[key[0]], in_file)}
+        if doubtful and spares_renamed():
+            found = {key: names for key, names in found.items() if key not in doubtful}
     return [
         ReclaimOrder(job, submission, tuple(sorted(names)), generation)
         for (job, submission, generation), names in sorted(found.items())

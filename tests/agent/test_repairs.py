@@ -243,24 +243,28 @@ def test_a_process_of_another_user_on_a_gpu_blocks_a_reset(
     assert calls(programs, "nvidia-smi") == []
 
 
+def reboot(node: Node) -> None:
+    """Have a local node reboot itself, which may kill the agent before it has answered."""
+    before = read_boot_id(node.state)
+    answer = node.order("reboot", **node.make_reboot_order())
+    assert answer is None or expect_done(answer)["boot_id"] == before
+    wait_for(lambda: read_boot_id(node.state) != before)
+
+
 def test_a_pid_left_over_in_the_driver_blocks_no_reboot(
     node: Node, programs: Path, tmp_path: Path, nvml_built: Path
 ) -> None:
     install_nvml(tmp_path / "libraries", nvml_built, HEALTHY + "process 1 4194303 5\n")
-    before = read_boot_id(node.state)
-    assert expect_done(node.order("reboot", **node.make_reboot_order()))["boot_id"] == before
-    wait_for(lambda: read_boot_id(node.state) != before)
+    reboot(node)
 
 
 def test_nvml_that_hangs_is_in_the_way_of_no_reboot(
     node: Node, programs: Path, tmp_path: Path, nvml_built: Path
 ) -> None:
     install_nvml(tmp_path / "libraries", nvml_built, HEALTHY + "hang nvmlInitWithFlags\n")
-    before = read_boot_id(node.state)
-    expect_done(node.order("reboot", **node.make_reboot_order()))
+    reboot(node)
     # The controller waits twice its timeout for the answer.
     assert hold.HOLD_TIMEOUT + repairs.REBOOT_NVML_TIMEOUT < 2 * ANSWER_TIMEOUT
-    wait_for(lambda: read_boot_id(node.state) != before)
 
 
 # --- reset ----------------------------------------------------------------------------------------
@@ -333,10 +337,8 @@ def test_a_repair_on_python_3_8(
     old = make_node("old", interpreter=str(OLD_PYTHON))
     monkeypatch.setenv("RELAUNCH_REBOOT_COMMAND", json.dumps(local_power.command(old.state)))
     install_tool(programs, "dcgmi", stdout="{}", seconds=1000)
-    before = read_boot_id(old.state)
     assert expect_done(old.order("diagnose", **diagnosis(within=1.0)))["exit_code"] is None
-    expect_done(old.order("reboot", **old.make_reboot_order()))
-    wait_for(lambda: read_boot_id(old.state) != before)
+    reboot(old)
     old.await_session_end()
     assert [
         entry["id"]

@@ -217,7 +217,7 @@ async def test_a_repair_says_how_it_ended_and_that_it_goes_on(place: Place) -> N
     waiting.send_signal(signal.SIGINT)
     out, err = await waiting.communicate()
     assert (waiting.returncode, out) == (130, b"")
-    assert "what was ordered goes on: to cancel it, see repair/default/gpu-01" in err.decode()
+    assert "if it was ordered, it goes on: to cancel it, see repair/default/gpu-01" in err.decode()
     assert (await repair.describe()).status is WorkflowExecutionStatus.RUNNING
     await repair.terminate(reason="by mistake")
     waiting = await order()

@@ -25,4 +25,4 @@ def test_a_job_that_was_ended_from_outside_needs_no_worker() -> None:
     memo = {"phase": "RUNNING", "reason": "all ranks run"}
     ended = jobs.JobSnapshot("llama", "r1", False, "TERMINATED", 9, None, "memo", memo)
     follow.Narrator(said.append).tell(ended)
-    assert said == ["RUNNING: all ranks run"]
+    assert said == ["TERMINATED: all ranks run"]

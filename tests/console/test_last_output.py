@@ -206,24 +206,40 @@ class HourJob:
         yield self._look()
 
 
+class BrokenOutput:
+    """Where nothing can be written. `| head` that has read its lines leaves EPIPE."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def write(self, text: str) -> int:
+        raise OSError(self.number, os.strerror(self.number))
+
+    def isatty(self) -> bool:
+        return False
+
+
 @pytest.mark.parametrize("command", ["logs", "run"])
 def test_a_closed_pipe_ends_the_reading_at_once(
     monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    class ClosedPipe:
-        """What `| head` leaves when it has read its lines."""
-
-        def write(self, text: str) -> int:
-            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
-
-        def isatty(self) -> bool:
-            return False
-
-    monkeypatch.setattr(sys, "stdout", ClosedPipe())
+    monkeypatch.setattr(sys, "stdout", BrokenOutput(errno.EPIPE))
     job = HourJob(SlowWorker(lines=9))
     with pytest.raises(BrokenPipeError):
         job.follow(command)
     assert not [text for text in job.said if "printed" in text]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_file_that_takes_no_output_ends_no_job(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Where `run` ends, its own server cancels the job: training is worth more than its log."""
+    monkeypatch.setattr(sys, "stdout", BrokenOutput(number))
+    job = HourJob(SlowWorker(lines=9))
+    assert job.follow("run") >= 3600
+    begin, missing = (text for text in job.said if "printed" in text)
+    assert os.strerror(number) in begin and missing.startswith("not printed of generation 1")
 
 
 def test_an_error_ends_logs_that_are_followed() -> None:

@@ -270,10 +270,14 @@ def test_what_was_cleared_before_does_not_open_the_breaker() -> None:
     assert desk.state.breaker.is_open
     desk.go(export_state(old.state))
     assert standings(desk) == {} and not desk.state.breaker.is_open
-    newer = replace(suspect("n1", 2, isolate=True), at=desk.now)
-    later = restart(ClaimEvent(Claim("b", 1, 1, 1, since=T0, suspects=(newer,))), nodes_out=1)
+    newer = tuple(
+        replace(suspect(name, 2, isolate=True), at=desk.now) for name in ("n1", "n3", "n4")
+    )
+    new = ClaimEvent(Claim("b", 1, 1, 1, since=T0, suspects=(told[1], *newer)))
+    later = restart(new, nodes_out=1)
     later.go(export_state(old.state))
-    assert list(standings(later)) == ["n1"]
+    assert set(standings(later)) == {"n1", "n3", "n4"}
+    assert later.state.breaker.reason.startswith("3 of 4 nodes are out"), "it opens again"
 
 
 def test_a_run_that_never_restored_hides_nothing_from_the_next() -> None:

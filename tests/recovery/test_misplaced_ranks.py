@@ -48,7 +48,7 @@ def test_ranks_on_a_renamed_node_are_not_stopped() -> None:
     desk.living["gpu1"] = desk.living.pop("n1")
     desk.specs = (n1.model_copy(update={"name": "gpu1"}), *others)
     desk.go(FleetFileContent("act", desk.specs, desk.limits))
-    as_before = Scheduler(spares_renamed=False)
+    as_before = Scheduler(spares_renamed=lambda: False)
     later = desk.now + timedelta(minutes=5)
     orders = as_before.schedule(desk.state, later, frozenset()).orders
     assert ReclaimOrder("a", 1, ("gpu1",), 1) in orders, "what 0.1.0 did is replayed"

@@ -114,7 +114,7 @@ class Fleet:
         if workflow.info().continued_run_id is None:
             start = FleetInput(start.name)  # a person who starts one by hand brings no rules along
         self._state = start.resume or FleetState(name=start.name)
-        self._scheduler = Scheduler(spares_renamed=workflow.patched("renamed-nodes"))
+        self._scheduler = Scheduler(spares_renamed=RepeatedPatch("renamed-nodes").is_reached)
         self._clearings = RepeatedPatch("cleared-nodes")
         self._renewals = RepeatedPatch("renewed-permits")
         self._inbox: list[FleetEvent] = list(start.inbox)

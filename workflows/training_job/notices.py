@@ -226,7 +226,7 @@ def _describe_unproven(job: JobState) -> Notice:
         command=f"relaunch show {job.name}",
         more=(
             "if you know that it is off, so that nothing runs there: "
-            f"relaunch nodes declare-dead {nodes[0]} --reason …",
+            f"relaunch nodes declare-dead {nodes[0]} --fleet {job.spec.fleet} --reason …",
         ),
         reminders=job.stop_reminders,
     )
