@@ -172,10 +172,16 @@ class RunningWatches:
 
 async def _take_over(client: Client, folders: Sequence[Path], runs: Sequence[Path]) -> int:
     """Take over from the workers that had these folders, and remove them."""
+    # A full disk or a loss of power leaves empty records, which name nothing.
     tokens = [
-        file.read_bytes() for folder in folders for file in folder.iterdir() if file.name != LOCK
+        token
+        for folder in folders
+        for file in folder.iterdir()
+        if file.name != LOCK and (token := file.read_bytes())
     ]
-    cached = [(file.read_text(), file.name) for folder in runs for file in folder.iterdir()]
+    cached = [
+        (id, file.name) for folder in runs for file in folder.iterdir() if (id := file.read_text())
+    ]
     gate = asyncio.Semaphore(MAX_REPORTS)
 
     async def call(report: Callable[[], Coroutine[None, None, Answer]]) -> Answer:
@@ -269,8 +275,9 @@ async def _fail(watch: AsyncActivityHandle) -> bool:
         await watch.fail(error)
         return True
     except RPCError as refusal:
-        # It has ended, was taken over, or the server has missed its heartbeats for too long.
-        if refusal.status is not RPCStatusCode.NOT_FOUND:
+        # It has ended, was taken over, or the server has missed its heartbeats for too long; or
+        # the record was cut.
+        if refusal.status not in (RPCStatusCode.NOT_FOUND, RPCStatusCode.INVALID_ARGUMENT):
             raise
         return False
 

@@ -266,7 +266,7 @@ async def serve(
     stop = asyncio.Event()
     stop_now = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in list_stopping_signals():
         loop.add_signal_handler(number, _set_next, stop, stop_now)
     attended = attended or attended_job is not None
     if attended:
@@ -322,6 +322,14 @@ async def serve(
         # First, so that they can hand back their activities.
         await asyncio.gather(*(worker.end() for worker in workers))
         await server.end()
+
+
+def list_stopping_signals() -> list[signal.Signals]:
+    """Return the signals that stop a service: a closed terminal does not, under `nohup`."""
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    return (
+        numbers if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [*numbers, signal.SIGHUP]
+    )
 
 
 def _make_keepers(
@@ -467,33 +475,45 @@ class Keeper:
         """Start the child, and restart it with backoff whenever it ends.
 
         Raises:
-            ConfigError: The child exits with code 2: its settings cannot be used; or the check
-                before a start fails, or the child ends too often.
+            ConfigError: The child exits with code 2 and has never run steadily: its settings cannot
+                be used; or the check before a start fails, or the child ends too often.
         """
-        backoff, failures = FIRST_BACKOFF, 0
+        backoff, failures, was_steady = FIRST_BACKOFF, 0, False
         while True:
             if self._check is not None:
                 await asyncio.to_thread(self._check)
             begun = time.monotonic()
-            if self._process is None or self._process.returncode is not None:
-                self._process = await self._start()
-            code = await self._attend(self._process)
-            if code == 2:
-                raise ConfigError(f"the {self._name} cannot start: {self.last_words()}")
+            code = await self._run()
             is_new = time.monotonic() - begun > STEADY_AFTER
+            was_steady = was_steady or is_new
+            # Later, the settings may be those of a file that is being edited for the next start:
+            # the other children are not to end for that.
+            if code == 2 and not was_steady:
+                raise ConfigError(f"the {self._name} cannot start: {self.last_words()}")
             failures = 1 if is_new else failures + 1
             backoff = FIRST_BACKOFF if is_new else min(2 * backoff, LONGEST_BACKOFF)
-            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            if isinstance(code, OSError):
+                how, cause = "could not be started", code.strerror
+            else:
+                end = f"signal {-code}" if code < 0 else f"exit code {code}"
+                how, cause = "ended", f"{end}: {self.last_words()}"
             if failures == self._max_failures:
                 raise ConfigError(
-                    f"the {self._name} ended {failures} times in a row, the last time with {how}:"
-                    f" {self.last_words()}"
+                    f"the {self._name} {how} {failures} times in a row, the last time with {cause}"
                 )
-            self._say(
-                f"the {self._name} ended ({how}: {self.last_words()}); restarting it in "
-                f"{backoff:g} s"
-            )
+            with contextlib.suppress(OSError):  # the disk is full, or its reader gone
+                self._say(f"the {self._name} {how} ({cause}); restarting it in {backoff:g} s")
             await asyncio.sleep(backoff)
+
+    async def _run(self) -> int | OSError:
+        """Start the child, unless it runs, and wait for its end; return its exit code, or why it
+        cannot be started now: no process or memory is left, or the disk is full."""
+        if self._process is None or self._process.returncode is not None:
+            try:
+                self._process = await self._start()
+            except OSError as error:
+                return error
+        return await self._attend(self._process)
 
     async def _start(self) -> asyncio.subprocess.Process:
         with self._log.open("ab") as log:

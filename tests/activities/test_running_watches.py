@@ -60,6 +60,8 @@ class Server:
             async def fail(self, error: BaseException) -> None:
                 if task_token == server.superseded:
                     raise RPCError("no such activity", RPCStatusCode.NOT_FOUND, b"")
+                if task_token in (b"", b"fir"):
+                    raise RPCError("invalid TaskToken", RPCStatusCode.INVALID_ARGUMENT, b"")
                 server.failed[task_token] = error
 
         return Handle()
@@ -95,6 +97,24 @@ async def test_watches_of_a_killed_worker_are_offered_again(
         assert server.released == [("job/first", "run-1")]
         assert await take_over(tmp_path, server) == 0, "once"
         assert len(server.released) == 1
+
+
+async def test_a_record_that_was_cut_keeps_no_watch_from_its_worker(tmp_path: Path) -> None:
+    """A full disk or a loss of power leaves it so."""
+    with start_worker(tmp_path) as worker:
+        (own,) = (
+            file.parent
+            for file in tmp_path.rglob("*")
+            if file.is_file() and file.read_bytes() == b"first"
+        )
+        (own / "empty").touch()
+        (own / "cut").write_bytes(b"fir")
+        worker.kill()
+        worker.wait()
+        server = Server()
+        assert await take_over(tmp_path, server) == 2
+        assert set(server.failed) == {b"first", b"second"}
+        assert not own.exists()
 
 
 async def test_one_of_two_workers_takes_over(tmp_path: Path) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from relaunch.cli.own_service import UP_LOG, OwnService
-from relaunch.cli.service import Keeper, choose_port
+from relaunch.cli.service import Keeper, choose_port, list_stopping_signals
 from relaunch.config import ConfigError
 
 KERNEL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -47,6 +51,58 @@ async def test_a_child_that_ends_again_and_again_is_given_up(
     assert len(said) == 2
 
 
+async def test_no_write_and_no_lack_of_processes_ends_a_keeper(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With it would end the server and all workers."""
+    monkeypatch.setattr("relaunch.cli.service.FIRST_BACKOFF", 0.01)
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    keeper = Keeper("worker", ["sh", "-c", "sleep 1000"], {}, tmp_path / "log", say)
+    start, left = keeper._start, [errno.EAGAIN, errno.ENOSPC]
+
+    async def fail() -> Any:
+        if left:
+            number = left.pop()
+            raise OSError(number, os.strerror(number))
+        return await start()
+
+    monkeypatch.setattr(keeper, "_start", fail)
+    keeping = asyncio.create_task(keeper.keep())
+    try:
+        while keeper._process is None:
+            assert not keeping.done(), keeping.exception()
+            await asyncio.sleep(0.01)
+        assert ["could not be started (" in text for text in said] == [True, True]
+    finally:
+        keeping.cancel()
+        await keeper.end()
+
+
+async def test_settings_that_turned_bad_end_no_service_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relaunch.cli.service.FIRST_BACKOFF", 0.01)
+    monkeypatch.setattr("relaunch.cli.service.LONGEST_BACKOFF", 0.01)
+    said: list[str] = []
+    command = ["sh", "-c", "echo a typo; exit 2"]
+    with pytest.raises(ConfigError, match="the worker cannot start: a typo"):
+        await Keeper("worker", command, {}, tmp_path / "log", said.append).keep()
+    monkeypatch.setattr("relaunch.cli.service.STEADY_AFTER", 0.0)  # as after a minute
+    keeping = asyncio.create_task(
+        Keeper("worker", command, {}, tmp_path / "log", said.append).keep()
+    )
+    while len(said) < 3:
+        assert not keeping.done(), keeping.exception()
+        await asyncio.sleep(0.01)
+    keeping.cancel()
+    assert said[0].startswith("the worker ended (exit code 2: a typo); restarting it in ")
+
+
 async def test_the_log_of_a_child_that_runs_on_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,6 +122,15 @@ async def test_the_log_of_a_child_that_runs_on_is_bounded(
     finally:
         keeping.cancel()
         await keeper.end()
+
+
+@pytest.mark.parametrize(("before", "stops"), [(signal.SIG_DFL, True), (signal.SIG_IGN, False)])
+def test_a_closed_terminal_stops_no_service_under_nohup(before: Any, stops: bool) -> None:
+    own = signal.signal(signal.SIGHUP, before)
+    try:
+        assert (signal.SIGHUP in list_stopping_signals()) == stops
+    finally:
+        signal.signal(signal.SIGHUP, own)
 
 
 def test_a_free_port_is_not_one_of_connections() -> None:
