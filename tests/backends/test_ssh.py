@@ -349,21 +349,25 @@ def ask_openssh(site: Site, name: str) -> str:
     return done.stderr if done.returncode else ""
 
 
-@pytest.mark.skipif(shutil.which("ssh") is None, reason="no ssh here")
 async def test_a_host_key_alias_is_looked_up_as_openssh_does(site: Site) -> None:
+    """OpenSSH itself is asked as well where it is installed."""
+    has_openssh = shutil.which("ssh") is not None
     host, other = site.host(known=False), make_key(site.folder / "other").with_suffix(".pub")
     site.config.write_text(
         f"Host gpu-01\n  HostName {host.address}\n  Port {host.port}\n  HostKeyAlias lab-gpu\n"
     )
     spec = site.spec(None, address="gpu-01")
-    assert "No ED25519 host key is known" in ask_openssh(site, "gpu-01")
+    if has_openssh:
+        assert "No ED25519 host key is known" in ask_openssh(site, "gpu-01")
     key = await host_key(spec, spec.nodes[0])
     assert key.standing is KeyStatus.UNKNOWN
     remember(key)
-    assert ask_openssh(site, "gpu-01") == ""
+    if has_openssh:
+        assert ask_openssh(site, "gpu-01") == ""
     assert (await site.backend(None, address="gpu-01").list("n1"))["outcome"] == "done"
     site.known_hosts.write_text(f"lab-gpu {other.read_text()}")
-    assert "HAS CHANGED" in ask_openssh(site, "gpu-01")
+    if has_openssh:
+        assert "HAS CHANGED" in ask_openssh(site, "gpu-01")
     key = await host_key(spec, spec.nodes[0])
     assert (key.standing, key.known_as) == (KeyStatus.CHANGED, "lab-gpu")
 
