@@ -250,7 +250,9 @@ async def test_s3_6_the_failed_ranks_traceback_reaches_the_incident(
     job = await world.submit(nproc=2, policy=chaos_policy({"lease": "60s", "lost_after": "60s"}))
     await trained(job, 1)
     second = (await job.state()).slots[1].node
-    (job.folder / "fail.3").write_text("the loss is not a number")
+    # The rank reads the file as soon as it is there.
+    (job.folder / "failing").write_text("the loss is not a number")
+    (job.folder / "failing").rename(job.folder / "fail.3")
     await trained(job, 2)
     (incident,) = await job.incidents()
     assert str(incident.cause) == "APPLICATION"
